@@ -1,0 +1,64 @@
+# Two commands matter: `make demo` shows the whole path on this machine, `make test` proves the code.
+# Each makes .venv by itself, with every version pinned, and keeps it until the requirements change.
+
+PYTHON ?= python3
+JOBS ?= 2
+TORCH ?= 2.13.0
+
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
+LOCK := build/lock
+# What pip resolved, without the name of a torch build and without the libraries that a GPU build brings along.
+PINS = $(LOCK)/bin/pip freeze --exclude triweave | sed 's/+.*//' | grep -vE '^(nvidia-|cuda-|triton=)'
+
+.PHONY: help demo test lint requirements clean
+.DELETE_ON_ERROR:
+.SILENT:
+
+help: ## show this list
+	awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/.demo ## plan, verify, train and report on this machine, with a real checkpoint and real text
+	$(BIN)/triweave demo
+
+test: lint ## every check, the cheap ones first
+	echo "tests"
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(JOBS) --dist worksteal -m "not gpu"
+
+lint: .venv/.test ## style, imports and types, without the tests
+	echo "style"
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+	echo "imports"
+	report=$$($(BIN)/lint-imports) || { echo "$$report"; exit 1; }
+	echo "types"
+	$(BIN)/mypy --no-error-summary
+
+requirements: ## resolve the newest versions anew and pin them in requirements/
+	rm -rf $(LOCK) && $(PYTHON) -m venv $(LOCK)
+	$(LOCK)/bin/python -m pip install -qq --upgrade pip
+	$(LOCK)/bin/pip install -qq torch==$(TORCH) '.[train,demo]' hatchling editables
+	{ echo "# What \`make demo\` installs. Made by \`make requirements\`; do not edit."; $(PINS); } > requirements/demo.txt
+	$(LOCK)/bin/pip install -qq --group dev
+	{ echo "# What \`make test\` adds. Made by \`make requirements\`; do not edit."; echo "-r demo.txt"; \
+		$(PINS) | grep -vxFf requirements/demo.txt; } > requirements/test.txt
+	rm -rf $(LOCK)
+
+clean: ## remove .venv and every cache; runs/ stays
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit("triweave needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+
+.venv/.demo: requirements/demo.txt pyproject.toml | $(BIN)/python
+	echo "installing requirements/demo.txt into .venv (once)"
+	$(INSTALL) -r requirements/demo.txt
+	$(INSTALL) --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv/.test: requirements/test.txt .venv/.demo
+	echo "installing requirements/test.txt into .venv (once)"
+	$(INSTALL) -r requirements/test.txt
+	touch $@

@@ -1,0 +1,90 @@
+"""What a rank does in the parity tests: build its part of a small Llama and compare it with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from triweave.config.schema import DataConfig, ModelConfig, OptimizerConfig, Run
+from triweave.layers.attention import Documents
+from triweave.layers.cross_entropy import IGNORE
+from triweave.layout import Layout, even_layers
+from triweave.llama import StageInput
+from triweave.model_spec import spec_from_folder
+from triweave.training.engine import Engine, build_engine
+from triweave.training.step import Batch
+from triweave.verify.compare import FLOAT32, Verdict, compare_with_reference
+from triweave.verify.reference import Reference, Sample, compute_reference
+
+CPU = torch.device("cpu")
+
+
+def make_samples(num_micro_batches: int, micro_batch: int, seq: int, vocab: int, *, packed: bool) -> list[Sample]:
+    """Random micro-batches with unequal numbers of trained tokens, and of packed documents if asked."""
+    generator = torch.Generator().manual_seed(1234)
+    samples = []
+    for number in range(num_micro_batches):
+        tokens = torch.randint(0, vocab, (seq, micro_batch), generator=generator)
+        targets = torch.randint(0, vocab, (seq, micro_batch), generator=generator)
+        share = 0.1 + 0.8 * number / num_micro_batches
+        targets[torch.rand(seq, micro_batch, generator=generator) < share] = IGNORE
+        positions = torch.arange(seq).unsqueeze(1).expand(seq, micro_batch)
+        documents = None
+        if packed:
+            cut = 3 + (5 * number) % (seq - 4)
+            ids = (torch.arange(seq) >= cut).long().unsqueeze(1).expand(seq, micro_batch)
+            positions = torch.where(ids == 1, positions - cut, positions)
+            starts = [b * seq + offset for b in range(micro_batch) for offset in (0, cut)]
+            cu = torch.tensor([*starts, micro_batch * seq], dtype=torch.int32)
+            documents = Documents(ids, cu, max(cut, seq - cut))
+        samples.append(Sample(StageInput(tokens, positions, documents), targets))
+    return samples
+
+
+def make_reference(folder: Path, samples: list[Sample], file: Path) -> Reference:
+    """transformers' answer, in float32."""
+    return compute_reference(folder, samples, file, torch.float32)
+
+
+def engine_for(folder: Path, layout: Layout, seq: int, num_micro_batches: int, **model: object) -> Engine:
+    """One rank's engine for a layout, without a run file."""
+    spec = spec_from_folder(folder)
+    if not layout.layers:
+        layout = replace(layout, layers=even_layers(spec.num_hidden_layers, layout.num_stages))
+    config = ModelConfig(path=str(folder), dtype="float32")
+    run = Run(
+        model=replace(config, **model),
+        data=DataConfig(train=("unused",), seq_len=seq),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+    )
+    resolved = SimpleNamespace(run=run, spec=spec, layout=layout, num_micro_batches=num_micro_batches)
+    return build_engine(resolved, CPU)
+
+
+def local_batch(samples: list[Sample], layout: Layout, dp_rank: int) -> Batch:
+    """The micro-batches of one data-parallel rank."""
+    count = len(samples) // layout.dp
+    mine = samples[dp_rank * count : (dp_rank + 1) * count]
+    trained = sum(int((sample.targets != IGNORE).sum()) for sample in samples)
+    return Batch([sample.inputs for sample in mine], [sample.targets for sample in mine], trained)
+
+
+def verify_on_rank(
+    rank: int,
+    folder: Path,
+    layout: Layout,
+    samples: list[Sample],
+    reference: Reference,
+    fault: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Verdict:
+    """The verdict on one layout, with a fault planted if given."""
+    with fault():
+        seq = samples[0].inputs.tokens.shape[0]
+        engine = engine_for(folder, layout, seq, len(samples) // layout.dp)
+        batch = local_batch(samples, layout, engine.groups.at.dp)
+        return compare_with_reference(engine, batch, reference, FLOAT32)

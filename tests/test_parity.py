@@ -1,0 +1,111 @@
+"""Every axis and every combination computes what transformers computes in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from parity import make_reference, make_samples, verify_on_rank
+from ranks import Ranks
+from tiny_models import STYLES, tiny_llama
+
+from triweave.layout import Layout
+
+SEQ = 16
+
+
+def check(ranks: Ranks, tmp_path: Path, layout: Layout, *, packed: bool = False, **model: object) -> None:
+    """Verify `layout` on a tiny model with these overrides."""
+    folder = tiny_llama(tmp_path / "model", **model)
+    samples = make_samples(4 * layout.dp, layout.micro_batch, SEQ, 300, packed=packed)
+    reference = make_reference(folder, samples, tmp_path / "reference.safetensors")
+    verdicts = ranks.run(layout.world_size, verify_on_rank, folder, layout, samples, reference)
+    assert verdicts[0].first_difference is None, (verdicts[0].to_json(), verdicts[0].outputs)
+    assert len({verdict.layout_loss for verdict in verdicts}) == 1, "every rank reports the same global loss"
+    assert len(verdicts[0].gradients) >= 5
+
+
+LAYOUTS = {
+    "one": Layout(),
+    "tp2": Layout(tp=2),
+    "tp2-nosp": Layout(tp=2, sequence_parallel=False),
+    "tp4": Layout(tp=4),
+    "tp8-more-than-kv-heads": Layout(tp=8),
+    "tp8-nosp": Layout(tp=8, sequence_parallel=False),
+    "pp2-gpipe": Layout(pp=2, schedule="gpipe"),
+    "pp2": Layout(pp=2),
+    "pp4": Layout(pp=4),
+    "pp2-vpp2": Layout(pp=2, vpp=2, schedule="interleaved"),
+    "pp2-zero-bubble": Layout(pp=2, schedule="zero-bubble"),
+    "pp4-zero-bubble": Layout(pp=4, schedule="zero-bubble"),
+    "dp2-none": Layout(dp=2, shard="none"),
+    "dp2-optimizer": Layout(dp=2, shard="optimizer"),
+    "dp2-gradients": Layout(dp=2, shard="gradients"),
+    "dp2-full": Layout(dp=2, shard="full"),
+    "dp3-full": Layout(dp=3, shard="full"),
+    "tp2-pp2": Layout(tp=2, pp=2),
+    "tp2-pp2-dp2": Layout(tp=2, pp=2, dp=2),
+    "tp2-pp2-dp2-full-zero-bubble": Layout(tp=2, pp=2, dp=2, shard="full", schedule="zero-bubble"),
+    "tp2-pp2-dp2-gradients-vpp": Layout(tp=2, pp=2, vpp=2, dp=2, shard="gradients", schedule="interleaved"),
+    "tp2-nosp-pp2-vpp2": Layout(tp=2, pp=2, vpp=2, sequence_parallel=False, schedule="interleaved"),
+    "uneven": Layout(tp=2, pp=2, layers=(3, 1)),
+    "recompute-layer": Layout(tp=2, pp=2, recompute=("layer",)),
+    "recompute-parts": Layout(tp=2, pp=2, recompute=("norm", "swiglu", "attention")),
+    "recompute-mlp-zero-bubble": Layout(tp=2, pp=2, recompute=("norm", "mlp"), schedule="zero-bubble"),
+    "recompute-full": Layout(dp=2, shard="full", recompute=("layer",)),
+    "micro-batch-2": Layout(tp=2, pp=2, micro_batch=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layout_equals_one_process(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """Outputs, loss and every gradient agree with transformers on this layout."""
+    check(ranks, tmp_path, layout)
+
+
+STYLE_LAYOUTS = {
+    "tp2-pp2": Layout(tp=2, pp=2),
+    "tp8-more-than-kv-heads": Layout(tp=8),
+    "pp2-dp2-full": Layout(pp=2, dp=2, shard="full"),
+}
+
+
+@pytest.mark.parametrize("layout", STYLE_LAYOUTS.values(), ids=STYLE_LAYOUTS.keys())
+@pytest.mark.parametrize("style", [style for style in STYLES if style != "llama2"])
+def test_every_family_member_on_every_axis(ranks: Ranks, tmp_path: Path, layout: Layout, style: str) -> None:
+    """Rope scaling, tied embeddings, another head size and QKV biases hold on a grid too."""
+    check(ranks, tmp_path, layout, **STYLES[style])
+
+
+TIED = {
+    "one": Layout(),
+    "dp2-full": Layout(dp=2, shard="full"),
+    "pp2-dp2-none": Layout(pp=2, dp=2, shard="none"),
+    "pp2-dp2-optimizer": Layout(pp=2, dp=2),
+    "pp2-dp2-gradients-zero-bubble": Layout(pp=2, dp=2, shard="gradients", schedule="zero-bubble"),
+    "pp4-vpp1": Layout(pp=4),
+    "pp2-vpp2": Layout(pp=2, vpp=2, schedule="interleaved"),
+}
+
+
+@pytest.mark.parametrize("layout", TIED.values(), ids=TIED.keys())
+def test_tied_embeddings_share_one_gradient(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """The tied weight's gradient is the sum of the lookup's and the head's, wherever the two live."""
+    check(ranks, tmp_path, layout, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=4), Layout(tp=8, sequence_parallel=False)], ids=["tp4", "tp8-nosp"])
+@pytest.mark.parametrize("vocab_size", [301, 305, 384])
+def test_any_vocabulary_size(ranks: Ranks, tmp_path: Path, layout: Layout, vocab_size: int) -> None:
+    """A vocabulary that TP does not divide is padded, and the padding takes no probability."""
+    check(ranks, tmp_path, layout, vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tp=2, pp=2, micro_batch=2), Layout(tp=2, recompute=("layer",))],
+    ids=["one", "tp2-pp2", "recompute"],
+)
+def test_packed_documents_do_not_see_each_other(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """Attention stays inside a document and positions start again, as transformers gives with a block mask."""
+    check(ranks, tmp_path, layout, packed=True)

@@ -1,0 +1,81 @@
+"""A run file, read strictly: every mistake at once, each with its place, its rule and the nearest legal value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from triweave.config.convert import WRONG, convert
+from triweave.config.files import neighbour
+from triweave.config.overrides import apply_overrides
+from triweave.config.schema import Run
+from triweave.config.tree import Node, Section, read_tree, shown
+from triweave.config.unknown import UnknownKeys, scalars
+from triweave.errors import InputError, Problem
+
+MAX_FILE_BYTES = 2**20
+"""A larger file is data or weights, given by mistake."""
+
+T = TypeVar("T")
+
+
+def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
+    """Read a run file and lay the keys of the command line over it.
+
+    Args:
+        path: The YAML file.
+        overrides: Words such as `--layout.tp 4` (two words), `--layout.tp=4` or `layout.tp=4`.
+
+    Raises:
+        InputError: the file cannot be read, is not YAML, or holds keys or values that a run does not have; with
+            every problem that was found.
+    """
+    return load(Run, path, overrides)
+
+
+def load(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
+    """`load_run` for a file that holds any dataclass of scalars, lists and other such dataclasses."""
+    problems: list[Problem] = []
+    tree = read_tree(_text(path), lambda line: f"{path}:{line}", problems)
+    tree = apply_overrides(_root(tree, path), overrides, problems)
+    value = convert(schema, tree, "", UnknownKeys(schema, dict(scalars(tree))), problems)
+    if value is WRONG or problems:
+        raise InputError(sorted(problems, key=_line))
+    loaded: T = value
+    return loaded
+
+
+def _line(problem: Problem) -> tuple[bool, int]:
+    """Sorts problems by line, those of the command line last."""
+    line = (problem.where or "").rpartition(":")[2]
+    return (not line.isdecimal(), int(line) if line.isdecimal() else 0)
+
+
+def _root(tree: Node | None, path: Path) -> Section:
+    if tree is None:
+        raise InputError(Problem("run file", path, "is empty"))
+    if not isinstance(tree, Section):
+        raise InputError(Problem("run file", shown(tree), "must hold keys, as in `seed: 42`", where=tree.where))
+    return tree
+
+
+def _text(path: Path) -> str:
+    def refuse(rule: str, nearest: str | None = None, where: str | None = None) -> InputError:
+        return InputError(Problem("run file", path, rule, nearest, where))
+
+    try:
+        if path.is_dir():
+            raise refuse("is a folder")
+        if not path.exists():
+            raise refuse("does not exist", neighbour(path))
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise refuse(f"has {size} bytes; a run file has at most {MAX_FILE_BYTES}")
+        content = path.read_bytes()
+    except OSError as error:
+        raise refuse(f"cannot be read ({error.strerror})") from None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise refuse("is not UTF-8 text", where=f"{path}:{line}") from None

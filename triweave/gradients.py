@@ -1,0 +1,71 @@
+"""Where weight gradients go: into float32 sums beside the parameters, at once or when the schedule asks.
+
+Every parameter has one float32 sum, `parameter.main_grad`, that all micro-batches add to. Layers never hand a
+weight gradient to autograd; they submit the work to a `WeightGradients`. A schedule that splits backward puts
+the work off and runs it in its weight half (Qi et al. 2401.10241), whatever the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], None]
+
+
+class WeightGradients:
+    """Runs submitted work at once, or keeps it in order while deferring."""
+
+    def __init__(self) -> None:
+        self._deferred: list[Work] | None = None
+
+    def submit(self, work: Work) -> None:
+        """Run `work` now; inside `deferring`, keep it."""
+        if self._deferred is None:
+            work()
+        else:
+            self._deferred.append(work)
+
+    @contextmanager
+    def deferring(self) -> Iterator[list[Work]]:
+        """Collect submitted work instead of running it; the list is the caller's to run, in order."""
+        self._deferred = collected = []
+        try:
+            yield collected
+        finally:
+            self._deferred = None
+
+
+def main_grad(parameter: Tensor) -> Tensor:
+    """The float32 gradient sum of a parameter, made of zeros on first use where nobody has placed one."""
+    gradient: Tensor | None = getattr(parameter, "main_grad", None)
+    if gradient is None:
+        gradient = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.main_grad = gradient  # type: ignore[attr-defined]
+    return gradient
+
+
+def add_product(parameter: Tensor, grad_output: Tensor, x: Tensor) -> None:
+    """Add `grad_output^T x` to the gradient sum of a `[out, in]` weight.
+
+    Args:
+        parameter: the weight.
+        grad_output: `[tokens, out]`.
+        x: `[tokens, in]`.
+    """
+    total = main_grad(parameter)
+    if x.is_cuda and x.dtype is not torch.float32:
+        # The product is summed in float32 and added by the matrix kernel itself: no bf16 copy, no extra pass.
+        torch.addmm(total, grad_output.t(), x, out_dtype=torch.float32, out=total)
+    elif x.dtype is torch.float32:
+        total.addmm_(grad_output.t(), x)
+    else:
+        total.add_(grad_output.t() @ x)
+
+
+def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> None:
+    """Add one micro-batch's gradient, of any dtype, to the float32 sum."""
+    main_grad(parameter).add_(gradient)

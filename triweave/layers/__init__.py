@@ -1,0 +1,1 @@
+"""The layers of a Llama, each split over the tensor-parallel ranks."""

@@ -1,0 +1,135 @@
+"""Grouped-query attention (Ainslie et al. 2305.13245), its heads split over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from triweave.layers.linear import ColumnParallelLinear, RowParallelLinear
+from triweave.layers.rotary import Rotation
+from triweave.layers.tensor_parallel import TensorParallel
+from triweave.model_spec import ModelSpec
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""Fastest first, as measured on Hopper (cuDNN about twice as fast as the built-in FlashAttention 2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """Which kernels may compute attention, in order of preference. `name` is what the log shows."""
+
+    name: str = "default"
+    backends: tuple[SDPBackend, ...] = ()
+    """Empty leaves the choice to torch (the CPU)."""
+
+
+def choose_kernel(wanted: str, device: torch.device) -> AttentionKernel:
+    """The kernel for `model.attention`: `auto` takes the first of `BACKENDS` that the inputs allow."""
+    if device.type != "cuda":
+        return AttentionKernel(f"torch on {device.type}")
+    if wanted == "auto":
+        return AttentionKernel("cudnn, else flash", tuple(BACKENDS.values()))
+    return AttentionKernel(wanted, (BACKENDS[wanted],))
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Which positions of a micro-batch may see which: each sees its own document up to itself."""
+
+    ids: Tensor
+    """`[seq, batch]`: document of each position."""
+    cu_seqlens: Tensor
+    """int32 `[documents + 1]`: where each document starts in the sequences laid end to end."""
+    max_seqlen: int
+    """Tokens of the longest document."""
+
+
+def block_causal_mask(documents: Documents) -> Tensor:
+    """Boolean `[batch, 1, seq, seq]`, true where a query may see a key."""
+    ids = documents.ids.t()  # [batch, seq]
+    same = ids.unsqueeze(2) == ids.unsqueeze(1)
+    return same.tril().unsqueeze(1)
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from one column-parallel product, heads apart, output by a row-parallel product.
+
+    A rank holds whole groups: its query heads and the key/value heads that they read. With more ranks than
+    key/value heads, several ranks hold the same one and their gradients are summed (`Piece.partial`).
+    """
+
+    def __init__(self, spec: ModelSpec, tp: TensorParallel, kernel: AttentionKernel) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.num_heads = spec.num_attention_heads // tp.size
+        self.num_kv_heads = max(1, spec.num_key_value_heads // tp.size)
+        self.kernel = kernel
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        self.qkv_proj = ColumnParallelLinear(spec.hidden_size, width, tp, bias=spec.attention_bias)
+        self.o_proj = RowParallelLinear(self.num_heads * self.head_dim, spec.hidden_size, tp)
+
+    def forward(self, qkv: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+        """What `qkv_proj` gave, `[seq, batch, (heads + 2 kv_heads)/tp * head_dim]`, to `[seq/tp, batch, hidden]`."""
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        out = attend(rotation(q), rotation(k), v, documents, self.kernel)
+        return self.o_proj(out.flatten(2))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kernel: AttentionKernel) -> Tensor:
+    """Causal attention, inside each document where documents are given.
+
+    Args:
+        q: `[seq, batch, heads, head_dim]`.
+        k: `[seq, batch, kv_heads, head_dim]`.
+        v: as `k`.
+        documents: what was packed together, None when every sequence is one document.
+        kernel: what may compute it.
+
+    Returns:
+        `[seq, batch, heads, head_dim]`.
+    """
+    if documents is not None and q.is_cuda:
+        return _attend_varlen(q, k, v, documents)
+    mask = None if documents is None else block_causal_mask(documents)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [batch, heads, seq, head_dim]
+    choice = sdpa_kernel(list(kernel.backends), set_priority=True) if kernel.backends else nullcontext()
+    with choice:
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return out.permute(2, 0, 1, 3)
+
+
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """FlashAttention over documents laid end to end: no mask is made and nothing is computed across documents."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    seq, batch = q.shape[:2]
+    arguments: dict[str, Any] = {"window_size": (-1, 0)}
+    if q.shape[2] != k.shape[2]:
+        if _takes_grouped_heads(varlen_attn):
+            arguments["enable_gqa"] = True
+        else:  # torch 2.11
+            k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
+    q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))  # [batch * seq, heads, head_dim]
+    cu, longest = documents.cu_seqlens, documents.max_seqlen
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, **arguments)
+    return out.unflatten(0, (batch, seq)).transpose(0, 1)
+
+
+def _takes_grouped_heads(varlen_attn: Callable[..., Any]) -> bool:
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

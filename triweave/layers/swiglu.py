@@ -1,0 +1,57 @@
+"""The SwiGLU MLP (Shazeer 2002.05202), gate and up computed as one column-parallel product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from triweave.layers.linear import ColumnParallelLinear, RowParallelLinear
+from triweave.layers.tensor_parallel import TensorParallel
+from triweave.recompute import recomputing
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`.
+
+    Each rank holds its own slice of gate beside its own slice of up: cutting a concatenated gate-and-up by rows
+    would give half the ranks only gates.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel, *, recompute: bool) -> None:
+        """`intermediate_size` is the whole model's; `recompute` keeps gate and up but not their product."""
+        super().__init__()
+        width = intermediate_size // tp.size
+        self.recompute = recompute
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, 2 * width, tp)
+        self.down_proj = RowParallelLinear(width, hidden_size, tp)
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """What `gate_up_proj` gave, `[seq, batch, 2 * ffn/tp]`, to `[seq/tp, batch, hidden]`."""
+        product = swiglu(gate_up)
+        with recomputing(swiglu, gate_up, enabled=self.recompute):
+            return self.down_proj(product)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `[..., 2 * width]`, giving `[..., width]`; keeps only its input for backward."""
+    product: Tensor = _SwiGLU.apply(gate_up)
+    return product
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        sigmoid = torch.sigmoid(gate)
+        grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+        return torch.cat((grad_gate, grad * gate * sigmoid), dim=-1)

@@ -1,0 +1,31 @@
+"""What a layer must know of the grid to split itself over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from triweave.gradients import WeightGradients
+from triweave.groups import Group, alone
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The tensor-parallel group, how activations lie between its products, and where weight gradients go.
+
+    With one rank nothing is split and nothing communicates: the same layers are then plain layers.
+    """
+
+    group: Group = field(default_factory=alone)
+    sequence_parallel: bool = False
+    """Whether activations outside the products are `[seq/tp, batch, hidden]` rather than `[seq, batch, hidden]`."""
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+
+    @property
+    def size(self) -> int:
+        """Number of tensor-parallel ranks."""
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        """This process's place among them."""
+        return self.group.rank

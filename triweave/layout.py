@@ -1,0 +1,146 @@
+"""The grid: which rank sits where on the tensor, context, data and pipeline axes, and which layers it holds.
+
+N = TP x CP x DP x PP. Tensor-parallel neighbours have adjacent ranks (they talk most, so they share a node's
+NVLink); pipeline stages are farthest apart (they talk least, so they may span nodes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from triweave.model_spec import ModelSpec
+
+Axis = Literal["tp", "cp", "dp", "pp"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+"""From adjacent ranks to distant ones."""
+
+Shard = Literal["none", "optimizer", "gradients", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Recompute = Literal["norm", "swiglu", "attention", "mlp", "layer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where one rank sits on the four axes, each from 0."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to spread a model over a grid of ranks. Pure numbers; prints as `tp8 pp4 dp2`."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Virtual stages a pipeline rank holds (1 unless the schedule is interleaved)."""
+    cp: int = 1
+    dp: int = 1
+    micro_batch: int = 1
+    sequence_parallel: bool = True
+    """Megatron's meaning: between the tensor-parallel products, activations are split along the sequence."""
+    schedule: Schedule = "1f1b"
+    shard: Shard = "optimizer"
+    recompute: tuple[Recompute, ...] = ()
+    layers: tuple[int, ...] = ()
+    """Decoder layers of each virtual stage, in model order; its length is pp x vpp."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the grid."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages of the whole pipeline: pp x vpp."""
+        return self.pp * self.vpp
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """Whether activations are split along the sequence; with one tensor rank there is nothing to split."""
+        return self.sequence_parallel and self.tp > 1
+
+    def size(self, axis: Axis) -> int:
+        """Number of ranks along `axis`."""
+        return int(getattr(self, axis))
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` sits."""
+        tp, rank = rank % self.tp, rank // self.tp
+        cp, rank = rank % self.cp, rank // self.cp
+        return Coordinates(tp, cp, dp=rank % self.dp, pp=rank // self.dp)
+
+    def rank(self, at: Coordinates) -> int:
+        """The rank that sits at `at`: the inverse of `coordinates`."""
+        return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
+
+    def groups(self, axis: Axis) -> list[tuple[int, ...]]:
+        """Every group of ranks that differ only along `axis`, each in the order of that axis."""
+        stride = 1
+        for other in AXES[: AXES.index(axis)]:
+            stride *= self.size(other)
+        size = self.size(axis)
+        starts = [rank for rank in range(self.world_size) if (rank // stride) % size == 0]
+        return [tuple(start + i * stride for i in range(size)) for start in starts]
+
+    def stage_owner(self, stage: int) -> int:
+        """Pipeline rank that holds virtual stage `stage`: stages go round the pipeline (Narayanan et al. 2104.04473)."""
+        return stage % self.pp
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Virtual stages of one pipeline rank, in model order."""
+        return tuple(range(pp_rank, self.num_stages, self.pp))
+
+    def layers_of(self, stage: int) -> range:
+        """Decoder layers that virtual stage `stage` holds."""
+        first = sum(self.layers[:stage])
+        return range(first, first + self.layers[stage])
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Micro-batches a data-parallel rank runs in one step; `global_batch` is in sequences."""
+        return global_batch // (self.dp * self.micro_batch)
+
+    def groups_crossing_nodes(self, axis: Axis, gpus_per_node: int) -> list[tuple[int, ...]]:
+        """Groups of `axis` whose ranks do not all sit in one node."""
+        return [
+            group for group in self.groups(axis) if len({rank // gpus_per_node for rank in group}) > 1
+        ]
+
+    def __str__(self) -> str:
+        parts = [f"tp{self.tp}", f"pp{self.pp}"]
+        if self.vpp > 1:
+            parts.append(f"vpp{self.vpp}")
+        if self.cp > 1:
+            parts.append(f"cp{self.cp}")
+        return " ".join([*parts, f"dp{self.dp}"])
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """The same number of layers on every virtual stage, earlier stages taking one more where it does not divide."""
+    base, extra = divmod(num_layers, num_stages)
+    return tuple(base + (stage < extra) for stage in range(num_stages))
+
+
+def balanced_layers(spec: ModelSpec, num_stages: int, seq_len: int) -> tuple[int, ...]:
+    """Layers of each virtual stage so that the slowest stage is as fast as it can be.
+
+    The last stage also computes the head, which costs as much as `head / layer` FLOPs say (1.2 layers for
+    Llama-3-70B); the embedding is a lookup and costs nothing. Among the maps with the smallest maximum the most
+    even one is taken, longer stages first.
+    """
+    head = spec.head_flops_per_token() / spec.layer_flops_per_token(seq_len, causal=True)
+    layers = [0] * num_stages
+    for _ in range(spec.num_hidden_layers):
+        loads = [count + (head if stage == num_stages - 1 else 0.0) for stage, count in enumerate(layers)]
+        layers[min(range(num_stages), key=lambda stage: (loads[stage], stage))] += 1
+    # A stage without a layer still moves activations for nothing: give it one from the longest.
+    for stage in range(num_stages):
+        if layers[stage] == 0 and max(layers) > 1:
+            last_longest = num_stages - 1 - layers[::-1].index(max(layers))
+            layers[last_longest] -= 1
+            layers[stage] = 1
+    return tuple(layers)

@@ -1,0 +1,128 @@
+"""Llama: RMSNorm, rotary grouped-query attention, SwiGLU (Touvron et al. 2302.13971, 2307.09288), one stage of it.
+
+Module names are Hugging Face's. The tensor-parallel split lives inside the layers; the pipeline split is which
+layers a `Stage` is given. Activations are `[seq/tp, batch, hidden]` under sequence parallelism, `[seq, batch,
+hidden]` without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from triweave.layers.attention import Attention, AttentionKernel, Documents
+from triweave.layers.embedding import VocabParallelEmbedding
+from triweave.layers.linear import ColumnParallelLinear
+from triweave.layers.norm import RMSNorm
+from triweave.layers.rotary import Rotation, make_rotation
+from triweave.layers.swiglu import SwiGLU
+from triweave.layers.tensor_parallel import TensorParallel
+from triweave.layout import Layout, Recompute
+from triweave.model_spec import ModelSpec
+from triweave.parameters import holds_embedding, holds_head, vocab_rows
+from triweave.recompute import checkpointed, recomputing
+
+
+@dataclass(frozen=True, slots=True)
+class StageInput:
+    """What every stage needs of a micro-batch beside the activations."""
+
+    tokens: Tensor
+    """`[seq, batch]` token ids; only the first stage reads them."""
+    positions: Tensor
+    """`[seq, batch]`; they start again at 0 in every document."""
+    documents: Documents | None = None
+    """What was packed together; None when every sequence is one document."""
+
+
+class DecoderLayer(nn.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(
+        self, spec: ModelSpec, tp: TensorParallel, kernel: AttentionKernel, recompute: tuple[Recompute, ...]
+    ) -> None:
+        super().__init__()
+        self.recompute = frozenset(recompute)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
+        self.self_attn = Attention(spec, tp, kernel)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
+        self.mlp = SwiGLU(spec.hidden_size, spec.intermediate_size, tp, recompute="swiglu" in self.recompute)
+
+    def forward(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+        """`[seq/tp, batch, hidden]` to the same shape."""
+        block = partial(self._block, rotation=rotation, documents=documents)
+        return checkpointed(block, x, enabled="layer" in self.recompute)
+
+    def _block(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+        attention = partial(self._attention, rotation=rotation, documents=documents)
+        x = x + checkpointed(attention, x, enabled="attention" in self.recompute)
+        return x + checkpointed(self._mlp, x, enabled="mlp" in self.recompute)
+
+    def _attention(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+        return self.self_attn(self._project(self.input_layernorm, self.self_attn.qkv_proj, x), rotation, documents)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.mlp(self._project(self.post_attention_layernorm, self.mlp.gate_up_proj, x))
+
+    def _project(self, norm: RMSNorm, projection: ColumnParallelLinear, x: Tensor) -> Tensor:
+        """`projection(norm(x))`; the norm's output is kept for backward, or computed again there."""
+        normed = norm(x)
+        with recomputing(norm, x, enabled="norm" in self.recompute):
+            return projection(normed)
+
+
+class Decoder(nn.Module):
+    """The part of Hugging Face's `model.` that a stage holds."""
+
+    def __init__(
+        self, spec: ModelSpec, layout: Layout, stage: int, tp: TensorParallel, kernel: AttentionKernel
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = (
+            VocabParallelEmbedding(vocab_rows(spec.vocab_size, tp.size), spec.hidden_size, tp)
+            if holds_embedding(layout, stage)
+            else None
+        )
+        # Keyed by the layer's number in the whole model, so that names are the same on every layout.
+        self.layers = nn.ModuleDict(
+            {str(layer): DecoderLayer(spec, tp, kernel, layout.recompute) for layer in layout.layers_of(stage)}
+        )
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, tp) if holds_head(layout, stage) else None
+
+
+class Stage(nn.Module):
+    """One virtual stage of the pipeline: some layers, the embedding if it is the first, the head if it is the last."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        stage: int,
+        tp: TensorParallel,
+        kernel: AttentionKernel,
+        frequencies: Tensor,
+    ) -> None:
+        """`frequencies` are `rotary.inverse_frequencies` on the device that computes."""
+        super().__init__()
+        self.frequencies = frequencies
+        self.model = Decoder(spec, layout, stage, tp, kernel)
+        self.lm_head: ColumnParallelLinear | None = None
+        if holds_head(layout, stage):
+            self.lm_head = ColumnParallelLinear(spec.hidden_size, vocab_rows(spec.vocab_size, tp.size), tp)
+            if spec.tie_word_embeddings and self.model.embed_tokens is not None:
+                self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, x: Tensor | None, batch: StageInput) -> Tensor:
+        """Activations `[seq/tp, batch, hidden]` (None for the first stage) to activations, or to logits
+        `[seq, batch, vocab/tp]` on the last stage.
+        """
+        if self.model.embed_tokens is not None:
+            x = self.model.embed_tokens(batch.tokens)
+        rotation = make_rotation(self.frequencies, batch.positions, x.dtype)
+        for layer in self.model.layers.values():
+            x = layer(x, rotation, batch.documents)
+        if self.lm_head is None:
+            return x
+        return self.lm_head(self.model.norm(x))

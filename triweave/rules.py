@@ -1,0 +1,227 @@
+"""What makes a layout legal for a model: every rule, with both numbers and the nearest legal value.
+
+The planner asks these rules of layouts it invents, `validate` of the one a run file gives. Keys are the run file's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from triweave.errors import Problem, divisors, nearest_number
+from triweave.layout import Layout, even_layers
+from triweave.model_spec import ModelSpec
+
+
+def layout_problems(
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    world_size: int | None,
+    seq_len: int,
+    global_batch: int,
+    gpus_per_node: int | None,
+    tp_across_nodes: bool = False,
+) -> list[Problem]:
+    """Everything that keeps `layout` from training `spec`; empty if nothing does.
+
+    Args:
+        spec: The model.
+        layout: The grid. Empty `layers` are not checked: they have not been chosen yet.
+        world_size: Ranks there are; None if the grid itself decides.
+        seq_len: Tokens of a sequence.
+        global_batch: Sequences of an optimizer step.
+        gpus_per_node: Ranks of a node; None if it does not matter.
+        tp_across_nodes: Whether a tensor-parallel group may leave its node.
+    """
+    sizes = size_problems(layout, seq_len, global_batch)
+    if sizes:
+        return sizes
+    return [
+        *grid_problems(layout, world_size=world_size, global_batch=global_batch),
+        *model_problems(spec, layout, seq_len=seq_len, gpus_per_node=gpus_per_node, tp_across_nodes=tp_across_nodes),
+    ]
+
+
+def size_problems(layout: Layout, seq_len: int, global_batch: int) -> list[Problem]:
+    """Sizes that are not positive; the other rules divide by them and take them for granted."""
+    sizes = {f"layout.{name}": getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp", "micro_batch")}
+    sizes |= {"data.seq_len": seq_len, "train.global_batch": global_batch}
+    return [Problem(key, size, "must be at least 1", "1") for key, size in sizes.items() if size < 1]
+
+
+def grid_problems(layout: Layout, *, world_size: int | None, global_batch: int) -> list[Problem]:
+    """The rules that need no model: ranks, schedule, batch, recompute. Sizes must be positive."""
+    grid = [] if world_size is None else list(_world(layout, world_size))
+    # With a wrong grid dp is not settled, and what is told about the batch would be about another one.
+    batch = [] if grid else list(_batch(layout, global_batch))
+    return [*grid, *_schedule(layout), *batch, *_recompute(layout)]
+
+
+def model_problems(
+    spec: ModelSpec, layout: Layout, *, seq_len: int, gpus_per_node: int | None, tp_across_nodes: bool
+) -> list[Problem]:
+    """The rules about the model's sizes: heads, widths, layers, sequence. Sizes must be positive."""
+    node = None if tp_across_nodes else gpus_per_node
+    return [*_tensor(spec, layout, node), *_stages(spec, layout), *_sequence(spec, layout, seq_len)]
+
+
+def _world(layout: Layout, world_size: int) -> Iterator[Problem]:
+    tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, layout.dp
+    model_ranks = tp * pp * cp
+    if world_size % model_ranks == 0:
+        if dp != world_size // model_ranks:
+            rule = (
+                f"tp x pp x cp x dp = {tp} x {pp} x {cp} x {dp} = {layout.world_size}, and there are {world_size} ranks"
+            )
+            yield Problem("layout.dp", dp, rule, str(world_size // model_ranks))
+        return
+    rule = f"tp x pp x cp = {tp} x {pp} x {cp} = {model_ranks} must divide the {world_size} ranks"
+    for axis in ("pp", "tp", "cp"):
+        size = getattr(layout, axis)
+        others = model_ranks // size
+        if world_size % others == 0:
+            yield Problem(f"layout.{axis}", size, rule, nearest_number(size, divisors(world_size // others)))
+            return
+    ranks = _nearest_multiple(world_size, model_ranks)
+    yield Problem("layout", layout, rule, None if ranks is None else f"{ranks} ranks")
+
+
+def _schedule(layout: Layout) -> Iterator[Problem]:
+    pp, vpp, schedule = layout.pp, layout.vpp, layout.schedule
+    if schedule == "interleaved":
+        if pp == 1:
+            rest = "" if vpp == 1 else f" (and then vpp = {vpp} must be 1)"
+            yield Problem("layout.schedule", schedule, f"needs pp > 1, and pp is 1{rest}", "1f1b")
+        elif vpp == 1:
+            yield Problem("layout.vpp", vpp, "must be more than 1 for the interleaved schedule", "2")
+    elif vpp > 1:
+        rule = f"virtual stages need schedule: interleaved; {schedule} has 1 a pipeline rank"
+        yield Problem("layout.vpp", vpp, rule, "1")
+    if schedule == "zero-bubble" and pp == 1:
+        yield Problem("layout.schedule", schedule, "needs pp > 1, and pp is 1", "1f1b")
+
+
+def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:
+    pp, sequences = layout.pp, layout.micro_batch * layout.dp
+    interleaved = layout.schedule == "interleaved"
+    product = f"micro_batch x dp = {layout.micro_batch} x {layout.dp} = {sequences}"
+    micro_batches, rest = divmod(global_batch, sequences)
+    if rest:
+        rule = f"must be a multiple of {product}"
+    elif micro_batches < pp:
+        rule = (
+            f"gives {micro_batches} micro-batches of {product} sequences; pp = {pp} pipeline ranks need at least {pp}"
+        )
+    elif interleaved and micro_batches % pp:
+        rule = (
+            f"gives {micro_batches} micro-batches of {product} sequences; "
+            f"the interleaved schedule takes them in groups of pp = {pp}"
+        )
+    else:
+        return
+    step = sequences * pp if interleaved else sequences
+    yield Problem(
+        "train.global_batch", global_batch, rule, _nearest_multiple(global_batch, step, at_least=sequences * pp)
+    )
+
+
+def _recompute(layout: Layout) -> Iterator[Problem]:
+    kinds = layout.recompute
+    shown = f"[{', '.join(kinds)}]"
+    once = list(dict.fromkeys(kinds))
+    if len(once) < len(kinds):
+        yield Problem("layout.recompute", shown, "names one thing twice", f"[{', '.join(once)}]")
+    elif "layer" in kinds and len(kinds) > 1:
+        yield Problem("layout.recompute", shown, "layer recomputes whole layers, the others included", "[layer]")
+    elif "mlp" in kinds and "swiglu" in kinds:
+        rest = ", ".join(kind for kind in kinds if kind != "swiglu")
+        yield Problem("layout.recompute", shown, "mlp recomputes the swiglu inside it", f"[{rest}]")
+
+
+def _tensor(spec: ModelSpec, layout: Layout, gpus_per_node: int | None) -> Iterator[Problem]:
+    tp, world_size = layout.tp, layout.world_size
+    heads, kv_heads, ffn = spec.num_attention_heads, spec.num_key_value_heads, spec.intermediate_size
+    rules = []
+    if heads % tp:
+        rules.append(f"must divide the {heads} attention heads")
+    if not _shares(kv_heads, tp):
+        rules.append(f"must divide the {kv_heads} key/value heads or be a multiple of them")
+    if ffn % tp:
+        rules.append(f"must divide intermediate_size = {ffn}")
+    if gpus_per_node and world_size > gpus_per_node and gpus_per_node % tp:
+        rules.append(
+            f"a tensor-parallel group would leave its node of {gpus_per_node} GPUs: "
+            "tp must divide them, or layout.tp_across_nodes be true"
+        )
+    if not rules:
+        return
+    legal = [t for t in divisors(heads) if _shares(kv_heads, t) and ffn % t == 0]
+    if gpus_per_node and world_size > gpus_per_node:
+        legal = [t for t in legal if gpus_per_node % t == 0]
+    for rule in rules:
+        yield Problem("layout.tp", tp, rule, nearest_number(tp, legal))
+
+
+def _shares(kv_heads: int, tp: int) -> bool:
+    """Whether ranks hold whole key/value heads: several each, or one shared by several ranks."""
+    return kv_heads % tp == 0 or tp % kv_heads == 0
+
+
+def _stages(spec: ModelSpec, layout: Layout) -> Iterator[Problem]:
+    pp, vpp, num_layers = layout.pp, layout.vpp, spec.num_hidden_layers
+    stages = layout.num_stages
+    if stages > num_layers:
+        product = f"pp x vpp = {pp} x {vpp} = {stages} virtual stages"
+        rule = f"{product if vpp > 1 else f'{pp} stages'} for the model's {num_layers} layers: each needs at least 1"
+        if vpp > 1 and num_layers // pp >= 2:
+            yield Problem("layout.vpp", vpp, rule, str(num_layers // pp))
+        else:
+            yield Problem("layout.pp", pp, rule, str(max(1, num_layers // vpp)))
+        return
+    if not layout.layers:
+        return
+    shown = f"[{', '.join(map(str, layout.layers))}]"
+    even = f"[{', '.join(map(str, even_layers(num_layers, stages)))}]"
+    if len(layout.layers) != stages:
+        rule = f"gives layers of {len(layout.layers)} stages; pp x vpp = {pp} x {vpp} = {stages}"
+        yield Problem("layout.layers", shown, rule, even)
+    if (total := sum(layout.layers)) != num_layers:
+        yield Problem("layout.layers", shown, f"sums to {total}; the model has {num_layers} layers", even)
+    for stage, count in enumerate(layout.layers):
+        if count < 1:
+            rule = f"stage {stage} has {count} layers; each needs at least 1"
+            yield Problem("layout.layers", shown, rule, even)
+
+
+def _sequence(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[Problem]:
+    tp, cp = layout.tp, layout.cp
+    # Context-parallel ranks take one slice from each end, so that causal attention costs each of them the same.
+    slices = 2 * cp if cp > 1 else 1
+    splits = tp * cp if layout.uses_sequence_parallel else cp
+    step = math.lcm(slices, splits)
+    limits = {"max_position_embeddings": spec.max_position_embeddings}
+    if spec.sliding_window is not None:
+        limits["sliding_window"] = spec.sliding_window
+    rules = []
+    if seq_len % slices:
+        rules.append(f"must be a multiple of 2 x cp = 2 x {cp} = {slices}: context parallel ranks take two slices each")
+    elif seq_len % splits:
+        product = f"cp x tp = {cp} x {tp} = {splits}" if cp > 1 else f"tp = {tp}"
+        rules.append(f"must be a multiple of {product}, among which sequence_parallel splits it")
+    rules += [f"must be at most the model's {name} = {limit}" for name, limit in limits.items() if seq_len > limit]
+    if rules:
+        nearest = _nearest_multiple(seq_len, step, at_most=min(limits.values()))
+        yield from (Problem("data.seq_len", seq_len, rule, nearest) for rule in rules)
+
+
+def _nearest_multiple(value: int, step: int, *, at_least: int = 1, at_most: int | None = None) -> str | None:
+    """The multiple of `step` in the range that is nearest to `value`, None if there is none."""
+    lowest = -(-at_least // step) * step
+    below = value // step * step
+    candidates: Iterable[int] = (lowest, below, below + step)
+    if at_most is not None:
+        candidates = (*candidates, at_most // step * step)
+    return nearest_number(
+        value, (number for number in candidates if number >= lowest and (at_most is None or number <= at_most))
+    )

@@ -1,0 +1,1 @@
+"""Training: one rank's part of the model, the step, the loop around it."""

@@ -1,0 +1,73 @@
+"""AdamW (Loshchilov and Hutter 1711.05101) on the float32 master shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from triweave.config.schema import OptimizerConfig
+from triweave.sharding import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A slice of one unit's shard that is decayed, or is not."""
+
+    unit: Unit
+    inside: slice
+    """Which elements of the shard."""
+    parameter: nn.Parameter
+    """What torch's optimizer sees: a view of the master shard."""
+
+
+class ShardedAdamW:
+    """torch's fused AdamW over this rank's shards; two parameter groups, with weight decay and without."""
+
+    def __init__(self, units: list[Unit], config: OptimizerConfig) -> None:
+        self.parts = [part for unit in units for part in _parts(unit)]
+        decayed = [part.parameter for part in self.parts if _is_decayed(part)]
+        others = [part.parameter for part in self.parts if not _is_decayed(part)]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+
+    def step(self, learning_rate: float) -> None:
+        """Update the master shards from the reduced gradients."""
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        for part in self.parts:
+            # Assigned every step: units that keep only shards may have a new buffer.
+            part.parameter.grad = part.unit.gradient[part.inside]
+        self.adamw.step()
+
+    def states(self) -> Iterator[tuple[Part, dict[str, Tensor]]]:
+        """Each part with its moments `exp_avg` and `exp_avg_sq` and its `step`; made of zeros if not there yet."""
+        for part in self.parts:
+            state = self.adamw.state[part.parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=part.parameter.device)
+                state["exp_avg"] = torch.zeros_like(part.parameter)
+                state["exp_avg_sq"] = torch.zeros_like(part.parameter)
+            yield part, state
+
+
+def _parts(unit: Unit) -> Iterator[Part]:
+    for start, stop in ((0, unit.num_decayed), (unit.num_decayed, unit.numel)):
+        inside = unit.in_shard(start, stop)
+        if inside is not None:
+            yield Part(unit, inside, nn.Parameter(unit.master[inside]))
+
+
+def _is_decayed(part: Part) -> bool:
+    return part.unit.shard_start + part.inside.start < part.unit.num_decayed

@@ -1,0 +1,112 @@
+"""What one process computes: `transformers`' own model on the same weights and the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from triweave.layers.attention import block_causal_mask
+from triweave.layers.cross_entropy import IGNORE
+from triweave.llama import StageInput
+
+OBSERVED = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+"""Parts of a layer whose outputs are compared, in the order in which they compute."""
+
+
+def observed_modules(num_layers: int) -> list[str]:
+    """Names of the modules whose outputs are compared, in the order in which they compute."""
+    layers = [f"model.layers.{n}.{part}" for n in range(num_layers) for part in OBSERVED]
+    return ["model.embed_tokens", *layers, "model.norm", "lm_head"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One micro-batch of the global batch: what goes in and what is to be predicted."""
+
+    inputs: StageInput
+    targets: Tensor
+    """`[seq, batch]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The loss of the global batch, and where the outputs and gradients lie."""
+
+    loss: float
+    file: Path
+
+    def tensors(self) -> Any:
+        """Open the file: `gradient.NAME` in the parameter's shape, `output.NAME.MICRO_BATCH` as `[batch, seq, ...]`."""
+        return safe_open(self.file, framework="pt")
+
+
+def compute_reference(folder: Path, samples: Sequence[Sample], file: Path, dtype: torch.dtype) -> Reference:
+    """Run `transformers` over the global batch, micro-batch by micro-batch, and write what it gives to `file`.
+
+    The loss is summed over the trained tokens and divided by their number in the whole batch, as in training.
+    """
+    model = load_transformers(folder, dtype)
+    trained = sum(int((sample.targets != IGNORE).sum()) for sample in samples)
+    kept: dict[str, Tensor] = {}
+    loss = 0.0
+    for number, sample in enumerate(samples):
+        with _recording(model, kept, number):
+            logits = _forward(model, sample.inputs)
+        part = cross_entropy(
+            logits.float().flatten(0, 1), sample.targets.t().flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+        (part / trained).backward()
+        loss += part.item() / trained
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        kept[f"gradient.{name}"] = gradient.contiguous()
+    save_file(kept, file)
+    return Reference(loss, file)
+
+
+def load_transformers(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The folder's model as `transformers` loads it, from safetensors only and with no code of the folder's own."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, local_files_only=True
+    )
+
+
+def _forward(model: nn.Module, inputs: StageInput) -> Tensor:
+    mask = None
+    if inputs.documents is not None:
+        mask = block_causal_mask(inputs.documents)
+    logits: Tensor = model(
+        input_ids=inputs.tokens.t(), position_ids=inputs.positions.t(), attention_mask=mask, use_cache=False
+    ).logits
+    return logits
+
+
+@contextmanager
+def _recording(model: nn.Module, kept: dict[str, Tensor], micro_batch: int) -> Iterator[None]:
+    modules = dict(model.named_modules())
+    num_layers = model.config.num_hidden_layers
+
+    def keep(name: str) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            kept[f"output.{name}.{micro_batch}"] = value.detach().contiguous()
+
+        return hook
+
+    handles = [modules[name].register_forward_hook(keep(name)) for name in observed_modules(num_layers)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
