@@ -18,7 +18,7 @@ from triweave.llama import StageInput
 from triweave.model_spec import spec_from_folder
 from triweave.training.engine import Engine, build_engine
 from triweave.training.step import Batch
-from triweave.verify.compare import FLOAT32, Verdict, compare_with_reference
+from triweave.verify.compare import Tolerance, Verdict, compare_with_reference
 from triweave.verify.reference import Reference, Sample, compute_reference
 
 CPU = torch.device("cpu")
@@ -87,4 +87,4 @@ def verify_on_rank(
         seq = samples[0].inputs.tokens.shape[0]
         engine = engine_for(folder, layout, seq, len(samples) // layout.dp)
         batch = local_batch(samples, layout, engine.groups.at.dp)
-        return compare_with_reference(engine, batch, reference, FLOAT32)
+        return compare_with_reference(engine, batch, reference, Tolerance())

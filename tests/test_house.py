@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 
 import triweave
-from triweave.config.load import load_run
-from triweave.config.schema import LayoutConfig, Run
+from triweave.config.schema import LayoutConfig
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "triweave").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 CONTRACTS = {contract["type"]: contract for contract in PYPROJECT["tool"]["importlinter"]["contracts"]}
@@ -198,18 +196,6 @@ def test_wheel_holds_the_package_alone(tmp_path: Path) -> None:
     assert {"triweave/py.typed", *map(relative, MODULES)} <= names
     assert {name.partition("/")[0] for name in names} == {"triweave", f"triweave-{triweave.__version__}.dist-info"}
     assert f"triweave-{triweave.__version__}.dist-info/licenses/LICENSE" in names
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=relative)
-def test_example_loads(path: Path) -> None:
-    """Every example is a valid run file by itself, without the model and data it names."""
-    assert isinstance(load_run(path), Run)
-
-
-def test_examples_are_listed() -> None:
-    """The page of examples names every example, and no other."""
-    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"\]\((\S+\.yaml)\)", page)) == [path.name for path in EXAMPLES]
 
 
 def test_glossary_gives_one_meaning() -> None:

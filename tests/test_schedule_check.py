@@ -48,8 +48,12 @@ def with_rank(schedule: PipelineSchedule, rank: int, actions: list[Action]) -> P
 
 def parse(*ranks: str) -> tuple[tuple[Action, ...], ...]:
     """Actions from how they print, `F0.1 B0.1`, a string a rank."""
-    words = [[(Kind(word[0]), *map(int, word[1:].split("."))) for word in rank.split()] for rank in ranks]
-    return tuple(tuple(Action(*word) for word in rank) for rank in words)
+
+    def action(word: str) -> Action:
+        stage, micro_batch = word[1:].split(".")
+        return Action(Kind(word[0]), int(stage), int(micro_batch))
+
+    return tuple(tuple(map(action, rank.split())) for rank in ranks)
 
 
 def runs(schedule: PipelineSchedule) -> bool:

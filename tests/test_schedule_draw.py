@@ -213,6 +213,13 @@ def test_letters_are_drawn_only_where_they_fit() -> None:
     assert not re.search(">[FB]{2}", draw_svg(timeline("1f1b", 2, 1, 400)))
 
 
+def test_every_second_virtual_stage_is_lighter() -> None:
+    """The same kind has two fills where a rank holds several virtual stages, one where it holds one."""
+    for vpp, fills in ((1, 1), (2, 2), (3, 2)):
+        elements = Picture(draw_svg(timeline("interleaved", 2, vpp, 4))).elements
+        assert len({item["fill"] for _, item in elements if item.get("class") == "forward"}) == fills
+
+
 def test_two_pictures_share_an_axis() -> None:
     """With the longer length given, the shorter timeline ends where its time is, and idle is drawn only up to there."""
     drawn = timeline("1f1b", 2, 1, 4)

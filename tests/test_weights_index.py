@@ -166,6 +166,7 @@ def test_file_with_more_than_its_header_says_is_refused(single: Path, tmp_path: 
         (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", f"the limit is {MAX_HEADER_BYTES}"),
         (struct.pack("<Q", 2**64 - 1) + b"{}", f"the limit is {MAX_HEADER_BYTES}"),
         (struct.pack("<Q", 1000) + b"{}", "it has 10 bytes and its header promises 1008"),
+        (struct.pack("<Q", 1000) + b'{"a": {"dty', "cut short: it has 19 bytes"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n", "git lfs pull"),
         (struct.pack("<Q", 9) + b'{"a":nul}', "not JSON"),
         (struct.pack("<Q", 2) + b"\xff\xfe", "not JSON"),

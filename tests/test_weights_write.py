@@ -224,6 +224,18 @@ def test_wrong_tensors_are_refused(source: Path, tmp_path: Path) -> None:
     assert torch.equal(weights(tmp_path / "out")["model.norm.weight"], torch.ones(64))
 
 
+def test_memory_order_does_not_matter(tmp_path: Path) -> None:
+    """A transposed matrix, a vector with gaps and one that asks for its gradient are stored by their values."""
+    path = tmp_path / "a.safetensors"
+    matrix, vector = torch.arange(12.0).view(3, 4).T, torch.arange(8.0)[::2]
+    file = SafetensorsFile(path, [TensorSpec("m", (4, 3)), TensorSpec("v", (4,))], torch.float32)
+    file.write("m", torch.nn.Parameter(matrix))
+    file.write("v", vector)
+    stored = safetensors.torch.load_file(path)
+    assert torch.equal(stored["m"], matrix)
+    assert torch.equal(stored["v"], vector)
+
+
 def test_full_disk_is_told_before_and_during(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too little room is told with both numbers before anything is written; a later refusal leaves nothing."""
     spec = spec_from_folder(source)

@@ -34,6 +34,21 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return finish(start_reduce_scatter(x, group))
 
 
+def gather_into(out: Tensor, x: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | None:
+    """Fill `out` with every rank's `x`, one after the other along dimension 0."""
+    # Renamed in torch 2.13; the former name is deprecated there and the only one in 2.11.
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = function(out, x, group=group.handle, async_op=async_op)
+    return work
+
+
+def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | None:
+    """Fill `out` with this rank's slice (along dimension 0) of the sum of every rank's `x`."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work | None = function(out, x, group=group.handle, async_op=async_op)
+    return work
+
+
 Pending = tuple[Tensor, dist.Work | None]
 """A tensor that a collective is filling, and what to wait for."""
 
@@ -43,7 +58,7 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return x, None
     out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    return out, dist.all_gather_into_tensor(out, x.contiguous(), group=group.handle, async_op=True)
+    return out, gather_into(out, x.contiguous(), group, async_op=True)
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
@@ -51,7 +66,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return x, None
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    return out, dist.reduce_scatter_tensor(out, x.contiguous(), group=group.handle, async_op=True)
+    return out, reduce_scatter_into(out, x.contiguous(), group, async_op=True)
 
 
 def start_all_reduce(x: Tensor, group: Group) -> Pending:

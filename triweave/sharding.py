@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from triweave.collectives import all_reduce, gather_into, reduce_scatter_into
 from triweave.gradients import WeightGradients
 from triweave.groups import Group, Groups
 from triweave.layout import Shard
@@ -147,7 +147,7 @@ class Unit:
         if mine.data_ptr() != self.master.data_ptr():
             mine.copy_(self.master)
         if self.shard != "none":
-            dist.all_gather_into_tensor(self.weight, mine, group=self.dp.handle)
+            gather_into(self.weight, mine, self.dp)
 
     # --- gradients --------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Unit:
         if self.shard not in ("gradients", "full") or self.whole_gradient is None:
             return
         mine = torch.empty_like(self.gradient)
-        dist.reduce_scatter_tensor(mine, self.whole_gradient, group=self.dp.handle)
+        reduce_scatter_into(mine, self.whole_gradient, self.dp)
         self.gradient.add_(mine)
         self.whole_gradient = None
         self._place_main_grads()
@@ -174,10 +174,10 @@ class Unit:
     def reduce_gradients(self) -> None:
         """Sum over the data-parallel ranks, once a step, where whole gradients are kept."""
         if self.shard == "none" and self.dp.size > 1:
-            dist.all_reduce(self.gradient, group=self.dp.handle)
+            all_reduce(self.gradient, self.dp)
         elif self.shard == "optimizer" and self.whole_gradient is not None:
             mine = torch.empty_like(self.gradient)
-            dist.reduce_scatter_tensor(mine, self.whole_gradient, group=self.dp.handle)
+            reduce_scatter_into(mine, self.whole_gradient, self.dp)
             self.gradient.copy_(mine)
 
     def _place_main_grads(self) -> None:
@@ -216,7 +216,7 @@ class Sharding:
         if self.groups.tied.size > 1:
             for unit in self.units:
                 if unit.name == "embed":
-                    dist.all_reduce(unit.gradient, group=self.groups.tied.handle)
+                    all_reduce(unit.gradient, self.groups.tied)
 
     def _sum_replicas(self, group: Group, chosen: Any) -> None:
         """Sum the partial gradients of slices that several tensor-parallel ranks hold, in one all-reduce."""
@@ -231,7 +231,7 @@ class Sharding:
         if not parts:
             return
         together = torch.cat(parts)
-        dist.all_reduce(together, group=group.handle)
+        all_reduce(together, group)
         for part, summed in zip(parts, together.split([part.numel() for part in parts]), strict=True):
             part.copy_(summed)
 

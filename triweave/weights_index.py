@@ -133,7 +133,7 @@ def index_problems(index: Mapping[str, TensorEntry], spec: ModelSpec, folder: Pa
     expected = {tensor.name: tensor.shape for tensor in spec.tensors()}
     present = {name: entry for name, entry in index.items() if name in expected}
     missing = [name for name in expected if name not in index]
-    unknown = [name for name in index if name not in expected and not _is_harmless(name, spec)]
+    unknown = [name for name in index if name not in expected and not _is_harmless(name)]
     reshaped = [
         f"{name} is {_shape(entry.shape)} and must be {_shape(expected[name])}"
         for name, entry in present.items()
@@ -152,8 +152,9 @@ def index_problems(index: Mapping[str, TensorEntry], spec: ModelSpec, folder: Pa
     return [Problem("model.path", folder, rule) for rule in rules]
 
 
-def _is_harmless(name: str, spec: ModelSpec) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
+def _is_harmless(name: str) -> bool:
+    # A head that is not expected is a tied one.
+    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
 
 
 def _entries(path: Path, header: Mapping[str, Any], data: int) -> dict[str, TensorEntry]:

@@ -30,7 +30,7 @@ System = Callable[[Layout, Path, Batch], Result]
 TIMEOUT = 240.0
 SYSTEMS: dict[str, System] = {"megatron-core": partial(megatron_result, timeout=TIMEOUT)}
 """Every system that is compared. Adding one is a line here: `"triweave": triweave_result`, with
-`triweave_result(layout: Layout, model_dir: Path, batch: Batch) -> Result` imported from its own file in this folder."""
+`triweave_result(layout: Layout, model_dir: Path, batch: Batch) -> Result` from a file of its own in this folder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,10 @@ class Layout:
     sequence_parallel: bool = True
     """Whether activations between the tensor-parallel regions are split by sequence; no effect at tp 1."""
 
+    def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.vpp, self.dp) < 1:
+            raise ValueError(f"tp {self.tp}, pp {self.pp}, vpp {self.vpp}, dp {self.dp}: each must be at least 1")
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

@@ -36,8 +36,8 @@ class MegatronResult(Result):
     """A result, and what only a system of several ranks can tell."""
 
     replica_difference: float
-    """Largest absolute difference between copies of one gradient: a norm's over the tensor-parallel group, and a
-    tied embedding's on the first and last stage."""
+    """Largest absolute difference between copies of one gradient: a norm's over the tensor-parallel group, a tied
+    embedding's on the first and last stage, and every one's over the data-parallel group."""
 
 
 def read_llama(model_dir: Path) -> Llama:
@@ -94,7 +94,7 @@ def check(llama: Llama, layout: Layout, batch: Batch) -> None:
     rules = {
         # A vocabulary-parallel embedding gives zeros for a token that no rank holds, without a word.
         f"tokens and targets go from {used.min()} to {used.max()}: 0 to {llama.vocab_size - 1}, or {IGNORED}": (
-            0 <= used.min() and used.max() < llama.vocab_size
+            used.min() >= 0 and used.max() < llama.vocab_size
         ),
         f"{len(batch.micro_batches)} micro-batches must be a multiple of dp {layout.dp}": not remainder,
         f"{llama.num_hidden_layers} layers must be a multiple of pp x vpp = {layout.pp * layout.vpp}": (
@@ -241,10 +241,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the command line; the exit status says whether the check, if asked for, passed."""
     arguments = parse_arguments()
-    layout = Layout(
-        arguments.tp, arguments.pp, arguments.vpp, arguments.dp, sequence_parallel=not arguments.no_sequence_parallel
-    )
+    sizes = {name: getattr(arguments, name) for name in ("tp", "pp", "vpp", "dp")}
     try:
+        layout = Layout(**sizes, sequence_parallel=not arguments.no_sequence_parallel)
         batch = Batch.read(arguments.batch)
         result = megatron_result(layout, arguments.model, batch, timeout=arguments.timeout)
     except (OracleError, ValueError, OSError) as error:

@@ -1,1 +1,1 @@
-"""."""
+"""The run file: its keys, its strict loader, and the one function that validates a run."""

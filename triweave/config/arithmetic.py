@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ def _dp(given: Given) -> float | None:
     except InputError:
         return None
     for names in _AXES:
-        size = int(_number(given, names) or 1)
+        size = max(1, int(_number(given, names) or 1))
         if ranks % size:
             return None
         ranks //= size
@@ -170,4 +171,4 @@ def _number(given: Given, names: tuple[str, ...]) -> float | None:
 
 def _positive(value: Scalar) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and value > 0 else None  # type: ignore[operator,return-value]
+    return value if is_number and 0 < value < math.inf else None  # type: ignore[operator,return-value]

@@ -95,8 +95,9 @@ def _scalar(kind: Any, value: Value) -> Any:
         item, *rest = get_args(kind)
         text = _scalar(item, value) if rest == [Ellipsis] and holds_text(item) else WRONG
         return WRONG if text is WRONG else (text,)
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
+    if kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if is_number else WRONG  # type: ignore[arg-type]
     return value if type(value) is kind else WRONG
 
 
@@ -116,7 +117,7 @@ def _nearest_of(kind: Any, node: Scalar) -> str | None:
         if kind is int:
             return word_for(whole) if whole or not number else None  # 0.1 is not nearly 0: it is a share
         return word_for(number)
-    if kind is str and node.text and not node.quoted:
+    if kind is str and node.value is not None and not node.quoted:
         return json.dumps(node.text)
     if get_origin(kind) is Literal:
         return closest(node.text.lower(), [word_for(choice) for choice in get_args(kind)])

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from triweave.config.arithmetic import Given
-from triweave.config.foreign_keys import TABLE
+from triweave.config.arithmetic import Given, Work
 from triweave.config.kinds import Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """What several tools call one thing."""
+
+    ours: str | None
+    """Our key; None if there is nothing to set."""
+    theirs: str
+    """Their keys, each with the tools that use it: `lr (torchtune and litgpt), max_lr (Megatron-Bridge)`."""
+    says: str = ""
+    """What our key means, where that could be misread."""
+    values: Mapping[Any, str] = field(default_factory=dict)
+    """Our value for some of theirs."""
+    work: Work | None = None
+    """Our value by arithmetic, where the keys do not hold the same number."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Their keys, and the tools that use each."""
+        return dict(re.findall(r"(\w+) \(([^)]*)\)", self.theirs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,23 +40,23 @@ class Answer:
     nearest: str | None
 
 
-def answer(name: str, value: Scalar, given: Given) -> Answer | None:
-    """What the foreign key `name` (lower case, underscores) is called here; None if no tool is known to use it.
+def answer(table: Iterable[Foreign], name: str, value: Scalar, given: Given) -> Answer | None:
+    """What the foreign key `name` is called here; None if no row of the table has it.
 
     Args:
-        name: The key without its section.
+        table: The rows to look in.
+        name: The key without its section, in lower case and with underscores.
         value: What it holds; None for a list or a section.
         given: Every scalar of the file by its key without section, for the arithmetic.
     """
-    row = next((row for row in TABLE if name in row.names), None)
+    row = next((row for row in table if name in row.names), None)
     if row is None:
         return None
     tools = row.names[name]
     if row.ours is None:
         return Answer(f"is a key of {tools}; there is no such key here: {row.says}", None)
     work = row.work(value, given) if row.work else None
-    parts = [row.says, work.text if work else ""]
-    told = "; ".join(part for part in parts if part)
+    told = "; ".join(part for part in (row.says, work.text if work else "") if part)
     rule = f"is a key of {tools}; here it is {row.ours}{f': {told}' if told else ''}"
-    result = work.result if work else row.values.get(value)
+    result = work.result if work else row.values.get(value.lower() if isinstance(value, str) else value)
     return Answer(rule, row.ours if result is None else f"{row.ours}: {result}")

@@ -5,49 +5,8 @@ Names are written with underscores; dashes in a file or on a command line are re
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from triweave.config import arithmetic
-from triweave.config.arithmetic import Work
-
-
-@dataclass(frozen=True, slots=True)
-class Foreign:
-    """What several tools call one thing."""
-
-    ours: str | None
-    """Our key; None if there is nothing to set."""
-    theirs: str
-    """Their keys, each with the tools that use it: `lr (torchtune and litgpt), max_lr (Megatron-Bridge)`."""
-    says: str = ""
-    """What our key means, where that could be misread."""
-    values: Mapping[Any, str] = field(default_factory=dict)
-    """Our value for some of theirs."""
-    work: Work | None = None
-    """Our value by arithmetic, where the keys do not hold the same number."""
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Their keys, and the tools that use each."""
-        return dict(re.findall(r"(\w+) \(([^)]*)\)", self.theirs))
-
-
-_SEQ_LEN = (
-    "tokens of one training sequence; elsewhere the word is where an example is cut, here data.too_long says that"
-)
-_SEQUENCE_PARALLEL = (
-    "activations split along the sequence between tensor-parallel products (Megatron's meaning); "
-    "splitting one sequence's attention over ranks is layout.cp"
-)
-_CONTEXT = (
-    "ranks that split one sequence's attention; these tools call that sequence parallel, "
-    "which here is Megatron's splitting of activations, layout.sequence_parallel"
-)
-_FULL = "every weight is trained, at full precision"
-_TRAINED = {True: "all", False: "assistant"}
+from triweave.config.foreign import Foreign
 
 TABLE: tuple[Foreign, ...] = (
     # --- Batch
@@ -95,7 +54,7 @@ TABLE: tuple[Foreign, ...] = (
         "sequence_len (Axolotl), cutoff_len (LLaMA-Factory), seq_length (Megatron-LM and AutoModel), "
         "sequence_length (nanotron), max_context_length (torchtitan), model_max_length (HF tokenizers), block_size "
         "(nanoGPT and HF examples), packed_sequence_size (AutoModel)",
-        _SEQ_LEN,
+        "tokens of one training sequence; elsewhere the word is where an example is cut, here data.too_long says that",
     ),
     Foreign(
         "data.packing",
@@ -162,11 +121,7 @@ TABLE: tuple[Foreign, ...] = (
         "gradient_clip_val (Lightning), grad_clip (nanoGPT), max_norm (torchtitan and litgpt), clipping_threshold "
         "(llm-foundry)",
     ),
-    Foreign(
-        None,
-        "optim (HF Trainer and LLaMA-Factory), optimizer_type (several tools)",
-        "the optimizer is AdamW with float32 master weights",
-    ),
+    Foreign(None, "optim (HF Trainer and LLaMA-Factory)", "it is AdamW with float32 master weights"),
     # --- Length of the run
     Foreign(
         "train.epochs",
@@ -217,16 +172,7 @@ TABLE: tuple[Foreign, ...] = (
         "layout.schedule",
         "pipeline_parallel_schedule (torchtitan), pp_schedule (AutoModel), pp_engine (nanotron)",
         "gpipe, 1f1b, interleaved or zero-bubble",
-        {
-            "1F1B": "1f1b",
-            "1f1b": "1f1b",
-            "afab": "gpipe",
-            "GPipe": "gpipe",
-            "Interleaved1F1B": "interleaved",
-            "interleaved1f1b": "interleaved",
-            "InterleavedZeroBubble": "zero-bubble",
-            "ZBVZeroBubble": "zero-bubble",
-        },
+        {"1f1b": "1f1b", "afab": "gpipe", "gpipe": "gpipe", "interleaved1f1b": "interleaved"},
     ),
     Foreign(
         "layout.layers",
@@ -246,14 +192,16 @@ TABLE: tuple[Foreign, ...] = (
         "layout.cp",
         "sequence_parallel_size (ms-swift and Axolotl), sequence_parallel_degree (Axolotl), sp_size (HF Trainer), "
         "ulysses_sequence_parallel_size (verl)",
-        _CONTEXT,
+        "ranks that split one sequence's attention; these tools call that sequence parallel, "
+        "which here is Megatron's splitting of activations, layout.sequence_parallel",
     ),
     Foreign(
         "layout.sequence_parallel",
         "sequence_parallel (Megatron-LM, and of Axolotl for another thing), enable_sequence_parallel "
         "(torchtitan), tp_mode (nanotron)",
-        _SEQUENCE_PARALLEL,
-        {True: "true", False: "false", "REDUCE_SCATTER": "true", "ALL_REDUCE": "false"},
+        "activations split along the sequence between tensor-parallel products (Megatron's meaning); "
+        "splitting one sequence's attention over ranks is layout.cp",
+        {True: "true", False: "false", "reduce_scatter": "true", "all_reduce": "false"},
     ),
     Foreign(
         "layout.dp",
@@ -285,7 +233,7 @@ TABLE: tuple[Foreign, ...] = (
         "recompute_num_layers (Megatron-LM), recompute_modules (Megatron-LM), recompute_activations (Megatron-LM), "
         "recompute_layer (nanotron)",
         "what backward computes again: [layer] is full checkpointing, [swiglu] costs almost no time, [] is none",
-        {True: "[layer]", False: "[]", "full": "[layer]", "selective": "[swiglu]", "core_attn": "[attention]"},
+        {True: "[layer]", False: "[]", "full": "[layer]", "selective": "[swiglu]"},
     ),
     Foreign(
         "cluster",
@@ -299,7 +247,7 @@ TABLE: tuple[Foreign, ...] = (
         "base_model (Axolotl), model_name_or_path (HF Trainer, TRL and LLaMA-Factory), "
         "pretrained_model_name_or_path (AutoModel and HF), model_name (Unsloth and others), checkpoint_dir "
         "(torchtune and litgpt), hf_assets_path (torchtitan), initial_load_path (torchtitan), pretrained_checkpoint "
-        "(Megatron-Bridge and Megatron-LM), hf_model_name_or_path (several tools)",
+        "(Megatron-Bridge and Megatron-LM)",
         "a Hugging Face folder on disk: config.json, safetensors weights, tokenizer.json",
     ),
     Foreign(
@@ -308,28 +256,21 @@ TABLE: tuple[Foreign, ...] = (
         "Megatron-LM), pure_bf16 (LLaMA-Factory), torch_dtype (HF, ms-swift and AutoModel), precision (litgpt and "
         "llm-foundry), mixed_precision (accelerate), mixed_precision_param (torchtitan)",
         "bfloat16 or float32; master weights are float32 always",
-        {True: "bfloat16", False: "float32"} | dict.fromkeys(("bf16", "bf16-mixed", "auto", "bfloat16"), "bfloat16"),
+        {True: "bfloat16"} | dict.fromkeys(("bf16", "bf16-mixed", "auto", "bfloat16"), "bfloat16"),
     ),
     Foreign(
         "model.attention",
         "attn_implementation (HF, TRL and Axolotl), flash_attention (Axolotl), flash_attn (LLaMA-Factory), "
         "sdp_attention (Axolotl), use_flash_attn (Megatron-LM), attention_backend (Megatron-LM and ms-swift)",
         "auto takes the fastest kernel of this machine",
-        {
-            "flash_attention_2": "flash",
-            "sdpa": "auto",
-            "eager": "math",
-            "auto": "auto",
-            "flash": "flash",
-            "fa2": "flash",
-        },
+        {"flash_attention_2": "flash", "fa2": "flash", "sdpa": "auto", "auto": "auto", "eager": "math"},
     ),
     Foreign(
         None,
         "adapter (Axolotl), finetuning_type (LLaMA-Factory), train_type (ms-swift), use_peft (TRL), lora_r (Axolotl "
         "and TRL), lora_rank (LLaMA-Factory and ms-swift), lora_alpha (Axolotl, TRL and LLaMA-Factory), "
         "load_in_4bit (Axolotl and TRL), load_in_8bit (Axolotl and TRL), quantization_bit (LLaMA-Factory)",
-        _FULL,
+        "every weight is trained, at full precision",
     ),
     Foreign(None, "trust_remote_code (HF)", "code from a model folder is never run"),
     Foreign(None, "torch_compile (HF Trainer and Axolotl), compile (torchtune and torchtitan)", "leave it out"),
@@ -337,7 +278,7 @@ TABLE: tuple[Foreign, ...] = (
     Foreign(
         "data.train",
         "datasets (Axolotl), dataset (LLaMA-Factory and ms-swift), dataset_name (TRL and HF examples), dataset_path "
-        "(several tools), dataset_dir (LLaMA-Factory), path_or_dataset (AutoModel), train_file (HF examples), "
+        "(Unsloth), dataset_dir (LLaMA-Factory), path_or_dataset (AutoModel), train_file (HF examples), "
         "data_path (Megatron-LM and torchtitan), train_data_path (Megatron-LM), dataset_folder (nanotron)",
         "files (.jsonl, .json, .parquet, .txt) or folders of them",
     ),
@@ -349,16 +290,12 @@ TABLE: tuple[Foreign, ...] = (
         "(Megatron-LM)",
         "a share of the examples below 1, or a path; a number of examples is divided by all of them",
     ),
-    Foreign(
-        "data.format",
-        "formatting (LLaMA-Factory), dataset_format (several tools)",
-        values={"alpaca": "alpaca", "sharegpt": "sharegpt"},
-    ),
+    Foreign("data.format", "formatting (LLaMA-Factory)", values={"alpaca": "alpaca", "sharegpt": "sharegpt"}),
     Foreign(
         "data.loss_on",
         "train_on_inputs (Axolotl), train_on_input (torchtune), train_on_prompt (LLaMA-Factory)",
         "true is all, false is assistant",
-        _TRAINED,
+        {True: "all", False: "assistant"},
     ),
     Foreign(
         "data.loss_on",
@@ -394,7 +331,7 @@ TABLE: tuple[Foreign, ...] = (
     # --- Output
     Foreign(
         "output_dir",
-        "out_dir (litgpt and nanoGPT), dump_folder (torchtitan), save (Megatron-LM), save_dir (several tools), "
+        "out_dir (litgpt and nanoGPT), dump_folder (torchtitan), save (Megatron-LM), "
         "save_folder (llm-foundry), checkpoints_path (nanotron)",
         "checkpoints are in its folder checkpoints",
     ),
@@ -414,11 +351,7 @@ TABLE: tuple[Foreign, ...] = (
         "(HF Trainer), freq (torchtitan)",
         "optimizer steps; 0 measures at the start and the end",
     ),
-    Foreign(
-        "validation.max_batches",
-        "eval_iters (Megatron-LM and litgpt), limit_val_batches (nanotron and Lightning)",
-        "global batches",
-    ),
+    Foreign("validation.max_batches", "eval_iters (Megatron-LM), limit_val_batches (nanotron and Lightning)"),
     Foreign(
         "log.every_steps",
         "logging_steps (HF Trainer, TRL, Axolotl and LLaMA-Factory), log_interval (Megatron-LM, litgpt and "
@@ -442,7 +375,7 @@ TABLE: tuple[Foreign, ...] = (
         "auto (the newest checkpoint in output_dir), never, or the path of one",
         {True: "auto", False: "never", -1: "auto"},
     ),
-    Foreign("seed", "data_seed (HF Trainer), random_seed (several tools)", "of data order and random weights"),
+    Foreign("seed", "data_seed (HF Trainer)", "of data order and random weights"),
     # --- Processes
     Foreign(
         "runtime.timeout_s",

@@ -37,7 +37,7 @@ class LayoutConfig:
     vpp: int = 1
     """Virtual stages a pipeline rank holds; more than 1 needs `schedule: interleaved`."""
     cp: int = 1
-    """Context parallel size: ranks that split one sequence's attention."""
+    """Context parallel size: ranks that split one sequence's attention. More than 1 can be planned, not trained yet."""
     dp: int | None = None
     """Data parallel size; left out, it is the ranks divided by tp x pp x cp."""
     micro_batch: int = 1
@@ -49,7 +49,7 @@ class LayoutConfig:
     shard: Shard = "optimizer"
     """What data-parallel ranks share out: none, optimizer (ZeRO-1), gradients (ZeRO-2) or full (ZeRO-3, FSDP)."""
     recompute: tuple[Recompute, ...] = ()
-    """What backward computes again instead of keeping: norm, swiglu, attention, mlp, or layer (whole layers)."""
+    """What backward computes again instead of keeping: norm, swiglu, attention, mlp (swiglu included), layer (all)."""
     layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
     """Layers of each (virtual) stage: `even`, `balanced` (weighs the head), or the numbers in model order."""
     tp_across_nodes: bool = False

@@ -115,7 +115,8 @@ def read_tree(text: str, place: Callable[[int], str], problems: list[Problem]) -
         hint = "; indent with spaces" if "\\t" in said else ""
         raise InputError(_broken(f"{said}{hint}", place(mark.line + 1 if mark else 1))) from None
     except yaml.reader.ReaderError as error:
-        said = f"the character {error.character!a} is not allowed" if isinstance(error.character, int) else str(error)
+        character = chr(error.character) if isinstance(error.character, int) else error.character
+        said = f"the character {character!a} is not allowed"
         raise InputError(_broken(said, place(text.count("\n", 0, error.position) + 1))) from None
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from triweave.config import foreign
 from triweave.config.arithmetic import Given
+from triweave.config.foreign import answer
+from triweave.config.foreign_keys import TABLE
 from triweave.config.kinds import Scalar as Value
 from triweave.config.kinds import keys
 from triweave.config.tree import Node, Scalar, Section, join, shown
@@ -41,13 +42,13 @@ class UnknownKeys:
             return Problem(path, visible, rule, nearest, node.where)
 
         if plain in names:
-            return Explanation(problem("is spelt another way", join(section, plain)), meant=plain, certain=True)
+            return Explanation(problem(f"is spelt {plain} here", join(section, plain)), meant=plain, certain=True)
         if name.partition(":")[0] in names:
             return Explanation(problem("lacks a space after the colon", name.replace(":", ": ", 1)), certain=True)
-        if (found := foreign.answer(plain, value, self.given)) is not None:
+        if (found := answer(TABLE, plain, value, self.given)) is not None:
             return Explanation(problem(found.rule, found.nearest), certain=True)
         ours = [key.name for key in keys(self.root)]
-        if name in ours:
+        if "." in name and name in ours:
             parent, _, leaf = name.rpartition(".")
             return Explanation(problem("has a dot, which makes no section", f"{parent}: {{{leaf}: ...}}"), certain=True)
         if homes := [key for key in ours if _leaf(key) == plain]:

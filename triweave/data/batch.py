@@ -12,10 +12,8 @@ from torch import Tensor
 
 from triweave.data.dataset import Dataset, count_trained_tokens
 from triweave.data.sampler import rank_slice, sequence_ids
+from triweave.layers.cross_entropy import IGNORE
 from triweave.layout import Coordinates, Layout
-
-IGNORED = -100
-"""Target of a token whose prediction does not count."""
 
 PADDING_DOCUMENT = -1
 
@@ -79,7 +77,7 @@ def make_micro_batch(dataset: Dataset, ids: Sequence[int]) -> MicroBatch:
     seq_len = dataset.seq_len
     shape = (len(ids), seq_len)
     tokens, targets, positions, documents = (
-        np.full(shape, value, dtype=np.int64) for value in (0, IGNORED, 0, PADDING_DOCUMENT)
+        np.full(shape, value, dtype=np.int64) for value in (0, IGNORE, 0, PADDING_DOCUMENT)
     )
     starts = [0]
     for row, number in enumerate(ids):
@@ -92,7 +90,7 @@ def make_micro_batch(dataset: Dataset, ids: Sequence[int]) -> MicroBatch:
         # A document's first token is never trained, so a shift by one cannot reach into the next document.
         shifted = slice(source.start + 1, source.stop)
         if used:
-            targets[row, : used - 1] = np.where(dataset.trained[shifted], dataset.tokens[shifted], IGNORED)
+            targets[row, : used - 1] = np.where(dataset.trained[shifted], dataset.tokens[shifted], IGNORE)
         positions[row, :used] = np.arange(used) - np.repeat(edges[:-1] - edges[0], lengths)
         positions[row, used:] = np.arange(seq_len - used)
         documents[row, :used] = np.repeat(np.arange(len(lengths)), lengths)

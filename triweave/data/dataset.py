@@ -71,7 +71,7 @@ def write_dataset(
 
     Args:
         folder: is created.
-        packing: its example numbers are positions in `examples`.
+        packing: at least one sequence; its example numbers are positions in `examples`.
         examples: [examples] which of the source's examples take part.
         starts: [source examples + 1] where each of the source's examples begins in `tokens` and `trained`.
         tokens: [source tokens].
@@ -86,14 +86,13 @@ def write_dataset(
 
     flat: dict[str, npt.NDArray[np.int32] | npt.NDArray[np.bool_]] = {"tokens": tokens, "trained": trained}
     for name, source in flat.items():
-        # A file of no bytes cannot be mapped, hence at least one element.
-        shape = (max(1, int(document_starts[-1])),)
+        shape = (int(document_starts[-1]),)
         target = np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=source.dtype, shape=shape)
         for document, start, length in zip(document_starts, starts[order], lengths, strict=False):
             target[document : document + length] = source[start : start + length]
         target.flush()
     written = np.load(folder / "trained.npy", mmap_mode="r", allow_pickle=False)
-    counts = np.add.reduceat(written, document_starts[sequence_starts[:-1]], dtype=np.int64) if len(sizes) else sizes
+    counts = np.add.reduceat(written, document_starts[sequence_starts[:-1]], dtype=np.int64)
     np.save(folder / "document_starts.npy", document_starts, allow_pickle=False)
     np.save(folder / "sequence_starts.npy", sequence_starts, allow_pickle=False)
     np.save(folder / "trained_counts.npy", counts, allow_pickle=False)
@@ -118,7 +117,7 @@ def open_dataset(folder: Path, seq_len: int) -> Dataset:
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _NAMES}
         dataset = Dataset(seq_len, **arrays)
         whole = (
-            dataset.document_starts[-1] <= len(dataset.tokens) == len(dataset.trained)
+            dataset.document_starts[-1] == len(dataset.tokens) == len(dataset.trained)
             and dataset.sequence_starts[-1] == len(dataset.document_starts) - 1
             and len(dataset.sequence_starts) == dataset.num_sequences + 1
         )

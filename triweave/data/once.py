@@ -27,7 +27,8 @@ MARK = "meta.json"
 _BEAT_S = 5.0
 _SILENT_S = 120.0
 """Longer than a network file system keeps a file's old time in its cache (60 s by default)."""
-_POLL_S = 0.2
+_LONGEST_POLL_S = 2.0
+"""Hundreds of ranks may ask the same file system: who waits longer asks less often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def build_once(
             )
         if waiting is not None:
             waiting(waited)
-        time.sleep(_POLL_S)
+        time.sleep(min(_LONGEST_POLL_S, 0.1 + waited / 10))
 
 
 class _Watch:
@@ -124,7 +125,8 @@ def _try_to_build(target: Path, last: _Attempt | None, build: Callable[[Path], N
                 _publish(partial, target)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if (target / MARK).exists():  # given up for dead, this process was overtaken
+        if isinstance(error, Exception) and (target / MARK).exists():
+            _clean(target)  # given up for dead, this process was overtaken
             return
         _record_failure(attempt, error)
         raise

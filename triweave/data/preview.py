@@ -102,12 +102,13 @@ def render(shown: Preview, console: Console) -> None:
 
 
 def length_histogram(source: SourceSummary, seq_len: int) -> list[str]:
-    """Lines of text: examples by length in tokens, longest class last, and the line of `seq_len`.
+    """Lines of text: examples by length in tokens, and where `seq_len` lies.
 
-    Classes beyond the longest example are left out.
+    A line begins with the longest length of its class. Classes beyond the longest example are left out.
     """
     top = max(source.histogram)
     last = max(i for i, count in enumerate(source.histogram) if count)
+    mark = f"{seq_len:>9,} {'┄' * _BAR_WIDTH} seq_len"
     lines = []
     for i, count in enumerate(source.histogram[: last + 1]):
         eighths = -(-count * _BAR_WIDTH * 8 // top)
@@ -115,8 +116,8 @@ def length_histogram(source: SourceSummary, seq_len: int) -> list[str]:
         first, upto = i * source.histogram_width + 1, (i + 1) * source.histogram_width
         lines.append(f"{upto:>9,} {bar} {count:,}" if count else f"{upto:>9,}")
         if first <= seq_len <= upto:
-            lines.append(f"{seq_len:>9,} {'┄' * _BAR_WIDTH} seq_len")
-    return lines
+            lines.append(mark)
+    return lines if mark in lines else [*lines, mark]
 
 
 def _table(shown: Preview) -> Table:

@@ -23,7 +23,7 @@ from triweave.errors import InputError, Problem
 TooLong = Literal["error", "truncate", "drop", "split"]
 
 _BATCH_EXAMPLES = 256
-_BATCH_CHARACTERS = 4_000_000
+_BATCH_CHARACTERS = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)

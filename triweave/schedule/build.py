@@ -113,7 +113,8 @@ def zero_bubble(rank: int, pp: int, num_micro_batches: int) -> tuple[Action, ...
     Rank i runs the weight gradient of a micro-batch i micro-batches after its input gradient. The later a rank
     starts, the more weight gradients it has put off, and it ends with them while earlier ranks still wait for
     input gradients. No rank ever holds more than `pp` micro-batches, 1F1B's most. The bubble is
-    (pp - 1)(T_F + T_I - T_W) as long as a weight gradient takes no longer than a forward or an input gradient.
+    (pp - 1)(T_F + T_I - T_W) while T_W is the shortest of the three, and in general
+    (pp - 1) max(T_F + T_I - T_W, T_F, T_I).
     """
     forwards = [Action(Kind.FORWARD, rank, k) for k in range(num_micro_batches)]
     backwards = [Action(Kind.BACKWARD_INPUT, rank, k) for k in range(num_micro_batches)]

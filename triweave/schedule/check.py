@@ -68,14 +68,13 @@ def describe_deadlock(schedule: PipelineSchedule, stuck: Sequence[Stuck]) -> str
 
 
 def _waits(schedule: PipelineSchedule, one: Stuck) -> str:
+    """What a stuck rank is at, and what it waits for."""
     action, owner = schedule.ranks[one.rank][one.position], one.missing.stage % schedule.pp
-    maker = next((str(other) for other in schedule.ranks[owner] if makes(other) == one.missing), None)
+    maker = next((other for other in schedule.ranks[owner] if makes(other) == one.missing), None)
     if maker is None:
         payload, stage, micro_batch = one.missing
-        return (
-            f"rank {one.rank} at {action} waits for the {payload} of stage {stage}, micro-batch {micro_batch}, "
-            "which nobody makes"
-        )
+        wanted = f"the {payload} of stage {stage}, micro-batch {micro_batch}, which nobody makes"
+        return f"rank {one.rank} at {action} waits for {wanted}"
     if owner == one.rank:
         return f"rank {one.rank} is to do {action} before {maker}, which it needs"
     return f"rank {one.rank} at {action} waits for {maker} of rank {owner}"

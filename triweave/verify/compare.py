@@ -21,14 +21,36 @@ from triweave.verify.reference import Reference, observed_modules
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest relative errors that count as equal: of the loss, and of outputs and gradients by Frobenius norm."""
+    """Largest relative errors that count as equal: of the loss, and of outputs and gradients by Frobenius norm.
 
-    loss: float
-    output: float
-    gradient: float
+    The defaults are float32's. In a shorter precision `noise` holds the error that rounding alone makes, by name,
+    and twice that is allowed on top.
+    """
+
+    loss: float = 1e-5
+    output: float = 1e-5
+    gradient: float = 1e-4
+    noise: Mapping[str, float] = field(default_factory=dict)
+
+    def allows(self, base: float, name: str, error: float) -> bool:
+        """Whether `error` is within `base` and the noise of `name`; never for a NaN."""
+        return error <= base + 2 * self.noise.get(name, 0.0)
 
 
-FLOAT32 = Tolerance(loss=1e-5, output=1e-5, gradient=1e-4)
+BFLOAT16_EPSILON = 2.0**-8
+
+
+def tolerance_for(reference: Reference, rounded: Reference) -> Tolerance:
+    """The tolerance of a precision whose own error is that of `rounded` against the float32 `reference`."""
+    noise = {"loss": abs(rounded.loss - reference.loss) / abs(reference.loss)}
+    errors = Errors()
+    with reference.tensors() as exact, rounded.tensors() as short:
+        for key in exact.keys():  # noqa: SIM118 - safetensors' file is no dict
+            kind, _, name = key.partition(".")
+            # Outputs are kept by micro-batch (the last part of the key), gradients are not.
+            errors.add(name.rpartition(".")[0] if kind == "output" else name, short.get_tensor(key), exact.get_tensor(key))
+    noise.update(errors.relative())
+    return Tolerance(BFLOAT16_EPSILON / 4, BFLOAT16_EPSILON, BFLOAT16_EPSILON, noise)
 
 
 @dataclass(slots=True)
@@ -93,7 +115,7 @@ class Verdict:
 
 
 def compare_with_reference(
-    engine: Engine, batch: Batch, reference: Reference, tolerance: Mapping[str, float] | Tolerance
+    engine: Engine, batch: Batch, reference: Reference, tolerance: Tolerance
 ) -> Verdict:
     """Run the layout on the reference's batch and compare. All ranks call it together and get the same verdict."""
     outputs, gradients = Errors(), Errors()
@@ -113,7 +135,7 @@ def compare_with_reference(
         _merged(outputs, engine).relative(),
         _merged(gradients, engine).relative(),
         engine.spec.num_hidden_layers,
-        tolerance if isinstance(tolerance, Tolerance) else FLOAT32,
+        tolerance,
     )
 
 
@@ -127,10 +149,12 @@ def judge(
 ) -> Verdict:
     """Name the first difference: outputs in the order in which they compute, then the loss, then gradients."""
     ordered = {name: outputs[name] for name in observed_modules(num_layers) if name in outputs}
-    wrong = [name for name, error in ordered.items() if not error <= tolerance.output]
-    if not abs(layout_loss - reference_loss) <= tolerance.loss * abs(reference_loss):
+    wrong = [name for name, error in ordered.items() if not tolerance.allows(tolerance.output, name, error)]
+    if not tolerance.allows(tolerance.loss, "loss", abs(layout_loss - reference_loss) / abs(reference_loss)):
         wrong.append("loss")
-    wrong += [name for name, error in in_model_order(gradients) if not error <= tolerance.gradient]
+    wrong += [
+        name for name, error in in_model_order(gradients) if not tolerance.allows(tolerance.gradient, name, error)
+    ]
     return Verdict(reference_loss, layout_loss, ordered, gradients, wrong[0] if wrong else None)
 
 

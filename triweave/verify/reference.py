@@ -49,26 +49,31 @@ class Reference:
         return safe_open(self.file, framework="pt")
 
 
-def compute_reference(folder: Path, samples: Sequence[Sample], file: Path, dtype: torch.dtype) -> Reference:
+def compute_reference(
+    folder: Path,
+    samples: Sequence[Sample],
+    file: Path,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Reference:
     """Run `transformers` over the global batch, micro-batch by micro-batch, and write what it gives to `file`.
 
     The loss is summed over the trained tokens and divided by their number in the whole batch, as in training.
     """
-    model = load_transformers(folder, dtype)
+    model = load_transformers(folder, dtype).to(device)
     trained = sum(int((sample.targets != IGNORE).sum()) for sample in samples)
     kept: dict[str, Tensor] = {}
     loss = 0.0
     for number, sample in enumerate(samples):
         with _recording(model, kept, number):
-            logits = _forward(model, sample.inputs)
-        part = cross_entropy(
-            logits.float().flatten(0, 1), sample.targets.t().flatten(), ignore_index=IGNORE, reduction="sum"
-        )
+            logits = _forward(model, sample.inputs, device)
+        targets = sample.targets.t().flatten().to(device)
+        part = cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum")
         (part / trained).backward()
         loss += part.item() / trained
     for name, parameter in model.named_parameters():
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        kept[f"gradient.{name}"] = gradient.contiguous()
+        kept[f"gradient.{name}"] = gradient.cpu().contiguous()
     save_file(kept, file)
     return Reference(loss, file)
 
@@ -76,19 +81,22 @@ def compute_reference(folder: Path, samples: Sequence[Sample], file: Path, dtype
 def load_transformers(folder: Path, dtype: torch.dtype) -> nn.Module:
     """The folder's model as `transformers` loads it, from safetensors only and with no code of the folder's own."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    return AutoModelForCausalLM.from_pretrained(
+    logging.disable_progress_bar()
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, local_files_only=True
     )
+    # transformers gives the padding token's row no gradient. SmolLM2's padding token also ends every turn, so in a
+    # fine-tune that row has a true gradient; it is what we compute and compare.
+    model.get_input_embeddings().padding_idx = None
+    return model
 
 
-def _forward(model: nn.Module, inputs: StageInput) -> Tensor:
-    mask = None
-    if inputs.documents is not None:
-        mask = block_causal_mask(inputs.documents)
-    logits: Tensor = model(
-        input_ids=inputs.tokens.t(), position_ids=inputs.positions.t(), attention_mask=mask, use_cache=False
-    ).logits
+def _forward(model: nn.Module, inputs: StageInput, device: torch.device | None) -> Tensor:
+    mask = None if inputs.documents is None else block_causal_mask(inputs.documents).to(device)
+    tokens, positions = inputs.tokens.t().to(device), inputs.positions.t().to(device)
+    logits: Tensor = model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
     return logits
 
 
@@ -100,7 +108,7 @@ def _recording(model: nn.Module, kept: dict[str, Tensor], micro_batch: int) -> I
     def keep(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             value = output[0] if isinstance(output, tuple) else output
-            kept[f"output.{name}.{micro_batch}"] = value.detach().contiguous()
+            kept[f"output.{name}.{micro_batch}"] = value.detach().cpu().contiguous()
 
         return hook
 

@@ -1,0 +1,5 @@
+"""`python -m triweave`."""
+
+from triweave.cli import main
+
+main()

@@ -1,0 +1,28 @@
+"""`triweave train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from triweave.cli.start import Overrides, start
+
+
+def train(run_file: Path, *overrides: Overrides, nproc: Annotated[int | None, Parameter(name="--nproc")] = None) -> int:
+    """Train what a run file describes.
+
+    Every key of the file can be changed here: `--layout.tp 4`. Under torchrun each process is a rank; without it
+    the ranks are started on this host.
+
+    Example: triweave train run.yaml --nproc 6 --train.steps 20
+
+    Args:
+        run_file: The run file (docs/reference/run-file.md).
+        overrides: Keys of the run file with new values.
+        nproc: Ranks to start on this host; left out, as many as the layout has.
+    """
+    from triweave.training.loop import train as train_rank
+
+    return start(run_file, overrides, nproc, train_rank)

@@ -1,0 +1,53 @@
+"""From the prepared data to what one rank computes in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from triweave.data.batch import MicroBatch, make_micro_batch
+from triweave.data.dataset import Dataset, count_trained_tokens
+from triweave.data.sampler import evaluation_batches, evaluation_ids, rank_slice, sequence_ids
+from triweave.layers.attention import Documents
+from triweave.llama import StageInput
+from triweave.training.engine import Engine
+from triweave.training.step import Batch
+
+
+def training_batch(dataset: Dataset, engine: Engine, *, seed: int, step: int, global_batch: int) -> Batch:
+    """This rank's part of step `step` (from 0): a function of the seed and the step, whatever the layout."""
+    return batch_of(dataset, engine, sequence_ids(seed, step, global_batch, dataset.num_sequences))
+
+
+def validation_batches(
+    dataset: Dataset, *, global_batch: int, max_batches: int | None
+) -> list[Sequence[int]]:
+    """The sequences of every batch of an evaluation, each sequence once."""
+    count = evaluation_batches(global_batch, dataset.num_sequences)
+    if max_batches is not None:
+        count = min(count, max_batches)
+    return [evaluation_ids(number, global_batch, dataset.num_sequences) for number in range(count)]
+
+
+def batch_of(dataset: Dataset, engine: Engine, ids: Sequence[int]) -> Batch:
+    """This rank's part of a global batch made of the sequences `ids`."""
+    layout, at = engine.layout, engine.groups.at
+    parts = [
+        make_micro_batch(dataset, part).to(engine.groups.device)
+        for part in rank_slice(ids, at.dp, layout.dp, layout.micro_batch)
+    ]
+    return Batch(
+        inputs=[stage_input(part) for part in parts],
+        targets=[part.targets for part in parts],
+        trained_tokens=count_trained_tokens(dataset, ids),
+    )
+
+
+def stage_input(part: MicroBatch) -> StageInput:
+    """What the model needs of a micro-batch; documents only where a sequence holds more than one.
+
+    Padding follows the last document, so plain causal attention already keeps it out of sight.
+    """
+    documents = None
+    if int(part.documents.max()) > 0:
+        documents = Documents(part.documents, part.cu_seqlens, part.max_seqlen)
+    return StageInput(part.tokens, part.positions, documents)

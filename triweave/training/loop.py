@@ -1,0 +1,214 @@
+"""The loop around the step: validation, logging, checkpoints, export. Everything before it is checked already."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from triweave.collectives import all_reduce
+from triweave.config.document import to_yaml
+from triweave.config.validate import ResolvedRun
+from triweave.data.cache import PreparedData
+from triweave.data.dataset import Dataset
+from triweave.data.sampler import steps_for
+from triweave.errors import InputError, Problem, RunFailed
+from triweave.training.batches import batch_of, training_batch, validation_batches
+from triweave.training.checkpoints import RunProgress, checkpoints, load_checkpoint, read_progress, save_checkpoint
+from triweave.training.console import Console, closing, opening
+from triweave.training.engine import DTYPES, Engine, build_engine
+from triweave.training.export import export_hugging_face
+from triweave.training.learning_rate import learning_rate
+from triweave.training.metrics import (
+    JsonLines,
+    Meter,
+    Sink,
+    StepMetrics,
+    TensorBoard,
+    device_capacity,
+    device_peak_flops,
+    peak_memory,
+)
+from triweave.training.processes import Process, choose_device, process_group
+from triweave.training.step import evaluate_step, train_step
+
+
+def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> int:
+    """Run the whole training on this rank; returns the exit code."""
+    run = resolved.run
+    device = choose_device(run.runtime, process)
+    torch.use_deterministic_algorithms(run.runtime.deterministic)
+    with process_group(process, device, run.runtime.timeout_s):
+        engine = build_engine(resolved, device)
+        _Training(resolved, prepared, engine).run()
+    return 0
+
+
+class _Training:
+    """One rank's run."""
+
+    def __init__(self, resolved: ResolvedRun, prepared: PreparedData, engine: Engine) -> None:
+        self.resolved, self.prepared, self.engine = resolved, prepared, engine
+        self.run_file = resolved.run
+        self.folder = Path(self.run_file.output_dir)
+        self.data = prepared.train()
+        self.held_out = prepared.validation()
+        self.num_steps = number_of_steps(resolved, self.data)
+        self.first = engine.groups.rank == 0
+        device = engine.groups.device
+        self.meter = Meter(
+            engine.spec,
+            engine.layout,
+            self.run_file.data.seq_len,
+            self.run_file.train.global_batch,
+            device_peak_flops(device),
+            device_capacity(device),
+        )
+
+    def run(self) -> None:
+        """Train from where the run is to its end."""
+        run, started = self.run_file, time.monotonic()
+        done = self.resume()
+        console = Console(self.num_steps, done, speaks=self.first)
+        sinks = self.open_sinks(done)
+        metrics: StepMetrics | None = None
+        try:
+            console.say(*opening(self.resolved, self.engine, self.meter, self.prepared.summary, self.num_steps))
+            if done:
+                console.say(f"resumed   at step {done}")
+            if self.held_out is not None:
+                console.say(f"validation loss {self.validate(self.held_out):.4f} before step {done + 1}")
+            for step in range(done, self.num_steps):
+                metrics = self.step(step)
+                for sink in sinks:
+                    sink.write(metrics)
+                last = metrics.step == self.num_steps
+                if last or metrics.step % run.log.every_steps == 0:
+                    left = (time.monotonic() - started) / (metrics.step - done) * (self.num_steps - metrics.step)
+                    console.say(self.meter.line(metrics, self.num_steps, left))
+                console.advance()
+                if last or (run.checkpoint.every_steps and metrics.step % run.checkpoint.every_steps == 0):
+                    self.save(metrics.step)
+            if run.checkpoint.export:
+                self.export()
+            tokens = (self.num_steps - done) * self.meter.tokens_per_step
+            console.say(closing(metrics, time.monotonic() - started, tokens))
+        finally:
+            console.close()
+            for sink in sinks:
+                sink.close()
+
+    def step(self, step: int) -> StepMetrics:
+        """One step and its measurements."""
+        run = self.run_file
+        begin = time.monotonic()
+        rate = learning_rate(run.optimizer, step, self.num_steps)
+        batch = training_batch(
+            self.data, self.engine, seed=run.seed, step=step, global_batch=run.train.global_batch
+        )
+        loss, grad_norm = train_step(self.engine, batch, rate, run.optimizer.max_grad_norm)
+        if not (loss == loss and grad_norm < float("inf")):
+            raise RunFailed(f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved")
+        taken = time.monotonic() - begin
+        metrics = self.meter.measure(step + 1, loss, grad_norm, rate, taken, self.peak_over_ranks())
+        every = run.validation.every_steps
+        if self.held_out is not None and (step + 1 == self.num_steps or (every and (step + 1) % every == 0)):
+            metrics = replace(metrics, val_loss=self.validate(self.held_out))
+        return metrics
+
+    def validate(self, held_out: Dataset) -> float:
+        """Mean loss over the trained tokens of the held-out data."""
+        run = self.run_file
+        total, tokens = 0.0, 0
+        for ids in validation_batches(
+            held_out,
+            global_batch=run.train.global_batch,
+            max_batches=run.validation.max_batches,
+        ):
+            batch = batch_of(held_out, self.engine, ids)
+            total += evaluate_step(self.engine, batch)
+            tokens += batch.trained_tokens
+        return total / max(1, tokens)
+
+    def peak_over_ranks(self) -> tuple[float, float]:
+        """Largest peak of allocated and of reserved bytes over all ranks."""
+        peaks = torch.tensor(peak_memory(self.engine.groups.device), device=self.engine.groups.device)
+        allocated, reserved = all_reduce(peaks, self.engine.groups.world, torch.distributed.ReduceOp.MAX).tolist()
+        return allocated, reserved
+
+    def resume(self) -> int:
+        """Load the checkpoint that the run file asks for; returns the steps that are done."""
+        source = checkpoint_to_resume(self.run_file.resume, self.folder)
+        if source is None:
+            return 0
+        check_resumable(source, self.resolved, self.prepared)
+        return load_checkpoint(source, self.engine).step
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of the state after `step` steps."""
+        run = self.run_file
+        progress = RunProgress(
+            step, run.seed, run.train.global_batch, self.prepared.summary.fingerprint, str(self.engine.layout)
+        )
+        save_checkpoint(self.folder / "checkpoints", self.engine, progress, run.checkpoint.keep)
+
+    def export(self) -> None:
+        """Write the Hugging Face folder."""
+        run = self.run_file
+        source = Path(run.model.path)
+        tokenizer = Path(run.data.tokenizer) if run.data.tokenizer else source
+        export_hugging_face(self.engine, self.folder / "hf", source, tokenizer, DTYPES[run.model.dtype])
+
+    def open_sinks(self, done: int) -> list[Sink]:
+        """Where metrics go; only rank 0 writes."""
+        if not self.first:
+            return []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "run.yaml").write_text(to_yaml(self.run_file), encoding="utf-8")
+        sinks: list[Sink] = [JsonLines(self.folder / "metrics.jsonl", after_step=done)]
+        if "tensorboard" in self.run_file.log.to:
+            sinks.append(TensorBoard(self.folder / "tensorboard"))
+        return sinks
+
+
+def number_of_steps(resolved: ResolvedRun, data: Dataset) -> int:
+    """Steps of the whole run, from `train.steps` or from the epochs."""
+    train = resolved.run.train
+    if train.steps is not None:
+        return train.steps
+    return steps_for(train.epochs or 1.0, data.num_sequences, train.global_batch)
+
+
+def checkpoint_to_resume(resume: str, folder: Path) -> Path | None:
+    """The checkpoint that `resume` names, None to start anew."""
+    if resume == "never":
+        return None
+    if resume != "auto":
+        return Path(resume)
+    found = checkpoints(folder / "checkpoints")
+    return found[-1] if found else None
+
+
+def check_resumable(source: Path, resolved: ResolvedRun, prepared: PreparedData) -> None:
+    """Refuse to go on with other data, another seed or another global batch: samples would be lost or repeated.
+
+    Raises:
+        InputError: one of the three differs from what the checkpoint was trained with.
+    """
+    progress, run = read_progress(source), resolved.run
+    pairs = [
+        ("seed", run.seed, progress.seed),
+        ("train.global_batch", run.train.global_batch, progress.global_batch),
+    ]
+    problems = [
+        Problem(key, now, f"differs from the {then} of the checkpoint {source}", str(then))
+        for key, now, then in pairs
+        if now != then
+    ]
+    if prepared.summary.fingerprint != progress.data:
+        rule = f"gives other training sequences than those of the checkpoint {source}"
+        problems.append(Problem("data.train", ", ".join(run.data.train), rule, "the former data, or resume: never"))
+    if problems:
+        raise InputError(problems)
