@@ -46,7 +46,9 @@ class Ranks:
     def __init__(self) -> None:
         # Children are forked from one server that has imported torch already: a rank starts in milliseconds.
         self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch", "torch.distributed.tensor", "triweave.training.step"])
+        self.context.set_forkserver_preload(
+            ["torch", "torch.distributed.tensor", "triweave.training.step", "pytest", "hypothesis"]
+        )
         self.workers: list[tuple[Any, Connection]] = []
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

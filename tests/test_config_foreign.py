@@ -101,6 +101,12 @@ def test_foreign_section(tmp_path: Path) -> None:
     }
 
 
+def test_foreign_section_in_an_unknown_one(tmp_path: Path) -> None:
+    """In an unknown section everything is told, down to a section of another tool, which stands for its content."""
+    told = answers(tmp_path, "grid: {zzz: 1, fsdp_config: {fsdp_version: 2, more: {yyy: 1}}}\n")
+    assert list(told) == ["grid", "grid.zzz", "grid.fsdp_config"]
+
+
 @pytest.mark.parametrize(
     ("text", "name", "sentence", "nearest"),
     [
@@ -175,6 +181,19 @@ def test_foreign_section(tmp_path: Path) -> None:
             "= 80 / (4 x 5) = 4",
             "layout.vpp: 4",
         ),
+        (
+            "dp_replicate_size: 2\ndp_shard_size: 4\nmicro_batch_size: 1\ngradient_accumulation_steps: 3\n",
+            "gradient_accumulation_steps",
+            "= 1 x 3 x 8 = 24",
+            "train.global_batch: 24",
+        ),
+        (
+            "dp_shard_size: 4\nmicro_batch_size: 1\ngradient_accumulation_steps: 3\n",
+            "gradient_accumulation_steps",
+            "= 1 x 3 x 4 = 12",
+            "train.global_batch: 12",
+        ),
+        ("dp_shard_size: 4\n", "dp_shard_size", "the product of replicas and shards", "layout.dp: 4"),
         ("max_duration: 2ep\n", "max_duration", "2ep is train.epochs: 2", "train.epochs: 2"),
         ("zero_stage: 2\n", "zero_stage", "gradients (ZeRO-2)", "layout.shard: gradients"),
         (

@@ -194,7 +194,8 @@ class TestKeys:
     def test_content_of_a_misspelt_section(self, write: Write) -> None:
         """What is in a misspelt section is checked as if the section were spelt right."""
         path = write(SMALLEST + "layuot:\n  tp: 4\n  pp: two\n  vp: 1\n")
-        assert [p.key for p in problems_of(path)] == ["layuot", "layout.pp", "layout.vp"]
+        told = problems_of(path)
+        assert [(p.key, p.value) for p in told] == [("layuot", None), ("layout.pp", "two"), ("layout.vp", "1")]
 
     def test_content_of_an_unknown_section(self, write: Write) -> None:
         """Keys in a section that does not exist are told one by one, at any depth."""
@@ -244,24 +245,24 @@ class TestKeys:
 
 class TestYaml:
     @pytest.mark.parametrize(
-        ("text", "said"),
+        ("text", "line", "said"),
         [
-            ("a: [1,", "expected the node content"),
-            ("a: 'x", "quoted scalar"),
-            ("\ta: 1", "indent with spaces"),
-            ("a: 1\n b: 2", "mapping values are not allowed here"),
-            ("a: @b", "cannot start any token"),
-            ("a: \x07", "the character '\\x07' is not allowed"),
-            ("a: %b", "cannot start any token"),
+            ("a: [1,\n", 3, "expected the node content"),
+            ("a: 'x", 2, "quoted scalar"),
+            ("b: 1\n\ta: 1", 3, "indent with spaces"),
+            ("a: 1\n b: 2", 3, "mapping values are not allowed here"),
+            ("a: @b", 2, "cannot start any token"),
+            ("b:\nc: 1\na: \x07", 4, "the character '\\x07' is not allowed"),
+            ("a: %b", 2, "cannot start any token"),
         ],
     )
-    def test_syntax(self, write: Write, text: str, said: str) -> None:
+    def test_syntax(self, write: Write, text: str, line: int, said: str) -> None:
         """Text that is not YAML is told with the line where it stops being YAML."""
         path = write(f"seed: 1\n{text}")
         (problem,) = problems_of(path)
         assert said in problem.rule
-        assert problem.where is not None
-        assert problem.where.startswith(f"{path}:")
+        assert ("indent with spaces" in problem.rule) == ("\t" in text)
+        assert problem.where == f"{path}:{line}"
 
     @pytest.mark.parametrize(
         ("text", "rule"),
@@ -285,9 +286,10 @@ class TestYaml:
         lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
         assert len(problems_of(write("\n".join(lines)))) > 30
 
-    def test_deep_nesting(self, write: Write) -> None:
+    @pytest.mark.parametrize("opening", ["[", "{a: ", "[{a: ", "{[", "{? ["])
+    def test_deep_nesting(self, write: Write, opening: str) -> None:
         """Nesting that no run file has is a message, not an exhausted stack."""
-        (problem,) = problems_of(write(f"seed: {'[' * 5000}"))
+        (problem,) = problems_of(write(f"seed: {opening * 2000}"))
         assert problem.rule == f"more than {MAX_DEPTH} levels of nesting"
 
     @given(st.text(alphabet="ab:-[]{}'\"#&*!|>%@`\n\t ,?\\0.1e", max_size=60))

@@ -179,6 +179,25 @@ class TestProblems:
         assert problem.rule.startswith(case.rule) or case.rule in problem.rule
         assert problem.nearest == case.nearest
 
+    @pytest.mark.parametrize(
+        "sections",
+        [
+            {"optimizer": {"min_learning_rate": 1e-5, "warmup_steps": 10, "betas": (0.0, 0.0), "weight_decay": 0.0}},
+            {"optimizer": {"min_learning_rate": 1e-6, "warmup_ratio": 0.0, "max_grad_norm": 0.0}},
+            {"optimizer": {"lr_schedule": "constant", "warmup_steps": 0}},
+            {"train": {"steps": None, "epochs": 0.5}, "optimizer": {"warmup_steps": 10**6}},
+            {"train": {"steps": 1}, "checkpoint": {"keep": 1}, "runtime": {"timeout_s": 1}},
+            {"validation": {"every_steps": 5, "max_batches": 1}},
+            {"data": {"validation": "held-out.jsonl"}, "validation": {"every_steps": 1}},
+            {"data": {"validation": 0.0}},
+            {"seed": 0},
+            {"seed": 2**63 - 1},
+        ],
+    )
+    def test_legal_extremes(self, run: Run, sections: dict[str, Any]) -> None:
+        """Values at the edge of what is legal are accepted."""
+        assert validate(changed(run, **sections))
+
     def test_all_at_once(self, run: Run) -> None:
         """Mistakes of every kind are told together, a missing model included."""
         wrong = changed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from triweave.data.batch import PADDING_DOCUMENT, load_micro_batches, make_micro_batch, step_trained_tokens
-from triweave.data.dataset import Dataset, open_dataset, write_dataset
+from triweave.data.batch import PADDING_DOCUMENT, load_micro_batches, make_micro_batch
+from triweave.data.dataset import Dataset, count_trained_tokens, open_dataset, write_dataset
 from triweave.data.packing import one_each, pack
+from triweave.data.sampler import sequence_ids
 from triweave.layout import Coordinates, Layout
 
 SEQ_LEN = 12
@@ -115,17 +115,17 @@ def test_step_is_the_same_on_every_layout(tmp_path: Path, dp: int, micro_batch: 
     """Put side by side the ranks' micro-batches are one batch, and their trained tokens the divisor all know."""
     dataset = write(tmp_path / "a", [2 + n % 11 for n in range(60)], packing=True)
     layout = Layout(dp=dp, micro_batch=micro_batch, tp=2)
-    options: dict[str, Any] = {"seed": 1, "step": 5, "global_batch": 6}
+    ids = sequence_ids(1, 5, 6, dataset.num_sequences)
     parts = [
         batch
         for rank in range(dp)
-        for batch in load_micro_batches(dataset, **options, layout=layout, at=Coordinates(tp=0, cp=0, dp=rank, pp=0))
+        for batch in load_micro_batches(dataset, ids, layout, Coordinates(tp=0, cp=0, dp=rank, pp=0))
     ]
-    whole = load_micro_batches(dataset, **options, layout=Layout(micro_batch=6), at=Coordinates(0, 0, 0, 0))[0]
+    whole = load_micro_batches(dataset, ids, Layout(micro_batch=6), Coordinates(0, 0, 0, 0))[0]
     for name in ("tokens", "targets", "positions", "documents"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts], dim=1), getattr(whole, name))
-    assert sum(part.num_trained for part in parts) == step_trained_tokens(dataset, **options)
-    other = load_micro_batches(dataset, **options, layout=layout, at=Coordinates(tp=1, cp=0, dp=0, pp=0))
+    assert sum(part.num_trained for part in parts) == count_trained_tokens(dataset, ids)
+    other = load_micro_batches(dataset, ids, layout, Coordinates(tp=1, cp=0, dp=0, pp=0))
     assert torch.equal(other[0].tokens, parts[0].tokens)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +108,16 @@ def test_further_keys_reach_the_template() -> None:
     )
 
 
+def test_page_shows_every_format() -> None:
+    """The records on the page about data are told for the formats that they stand beside."""
+    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(\{.*?\})` \|", page, re.MULTILINE)
+    assert [name for name, _ in rows] == list(SIGNATURES)
+    for name, record in rows:
+        value = {"text": "x"} if name == "text" else json.loads(record)
+        assert examples(value)[0].format == name
+
+
 def test_two_formats_are_never_guessed_between() -> None:
     """Stanford's Alpaca also carries `text`: both are named, and the run file's word decides."""
     value = {"instruction": "Hi", "input": "", "output": "Hello", "text": "whole prompt"}
@@ -125,7 +138,10 @@ def test_mixed_file_names_the_first_row_that_differs() -> None:
     """Row 3 is the first of another format, and the last one looked at; a null is an absent key."""
     message = refusal(OPENAI, OPENAI, {"text": "x", "messages": None}, SHAREGPT)
     assert message.count("\n") == 0
-    assert message.startswith("f:3: data.train: is the first record that is not messages like those before")
+    assert message == "f:3: data.train: is the first record that is not messages: it has text, messages, not messages"
+    assert refusal({"text": "x"}, wanted="prompt").startswith(
+        "f:1: data.train: is not prompt: it has text, not prompt and"
+    )
 
 
 def test_no_records_at_all_are_refused() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from triweave.data import once as once_module
 from triweave.data.once import MARK, build_once
 from triweave.errors import InputError, Problem, RunFailed
 
@@ -128,6 +129,17 @@ def test_live_builder_elsewhere_is_waited_for(tmp_path: Path) -> None:
     thread.start()
     once(target, never, silent_s=0.6)
     thread.join()
+
+
+def test_claim_of_an_instant_ago_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two who look at the same instant see no claim, both try, and one of them finds the file taken."""
+    target = tmp_path / "x"
+    claim(target, "elsewhere", 1)
+    newest, looks = once_module._newest, iter([None])
+    monkeypatch.setattr(once_module, "_newest", lambda target: next(looks, newest(target)))
+    with pytest.raises(RunFailed, match="process 1 on elsewhere is still building"):
+        once(target, never, timeout_s=0.3)
+    assert next(looks, "looked") == "looked"
 
 
 def test_waiting_ends_with_the_holder_named(tmp_path: Path) -> None:

@@ -146,6 +146,15 @@ def test_loss_on_and_flags_choose_the_replies(tokenizer: TextTokenizer, source: 
     assert said(template, silent, "completion") == []
 
 
+def test_page_shows_a_template_for_plain_prompts(tokenizer: TextTokenizer) -> None:
+    """The template on the page about data joins prompt and completion as they are and trains the completion."""
+    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    template = make_chat_template(page.split("```jinja\n")[1].split("\n```")[0], tokenizer, "x")
+    pair = Conversation((Message("user", "2 + 2 = "), Message("assistant", "4")))
+    assert render(template, pair).text == "<s>2 + 2 = 4</s>"
+    assert said(template, pair) == ["4</s>"]
+
+
 def test_several_blocks_in_a_turn_are_matched_to_their_message(tokenizer: TextTokenizer) -> None:
     """A template that marks thought and answer apart: of a flagged message both go."""
     source = CHATML.replace(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizer import CHATML, LLAMA3, save_tokenizer, tokenizer_json, vocab_size
+from tiny_tokenizer import CHATML, CHATML_GENERATION, LLAMA3, save_tokenizer, tokenizer_json, vocab_size
 from tokenizers import Tokenizer
 
 from triweave.data.examples import Conversation, Example, Message, Text, Tokens
@@ -136,6 +136,14 @@ def test_missing_end_of_turn_is_counted(how: Tokenizing) -> None:
         1
     ].no_end_of_turn
     assert not tokenized([chat("Hi", "Hello")], how)[1].no_end_of_turn
+    # TRL's training templates put the line feed after the end of turn inside the block too.
+    wide = CHATML_GENERATION.replace(
+        "'<|im_end|>' }}{% endgeneration %}\n        {{- '\n' }}", "'<|im_end|>\n' }}{% endgeneration %}"
+    )
+    assert wide != CHATML_GENERATION
+    made, tally = tokenized([chat("Hi", "Hello")], replace(how, template=make_chat_template(wide, how.tokenizer, "x")))
+    assert decode(how, made[0].input_ids[made[0].trained]) == "Hello<|im_end|>\n"
+    assert not tally.no_end_of_turn
 
 
 def test_too_long_examples_are_an_error_with_its_numbers(how: Tokenizing) -> None:

@@ -172,12 +172,12 @@ class _ReduceScatterToSequenceParallel(torch.autograd.Function):
 
 
 def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
-    """f. Forward: identity, replicate -> replicate. Backward: all-reduce, partial -> replicate."""
+    """Operator f. Forward: identity, replicate -> replicate. Backward: all-reduce, partial -> replicate."""
     return x if group.size == 1 else _CopyToTensorParallel.apply(x, group)
 
 
 def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
-    """g. Forward: all-reduce (in place), partial -> replicate. Backward: identity, replicate -> replicate."""
+    """Operator g. Forward: all-reduce (in place), partial -> replicate. Backward: identity, replicate -> replicate."""
     return x if group.size == 1 else _ReduceFromTensorParallel.apply(x, group)
 
 
@@ -197,10 +197,10 @@ def scatter_to_sequence_parallel(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_from_sequence_parallel(x: Tensor, group: Group) -> Tensor:
-    """g-bar. Forward: all-gather, shard(0) -> replicate. Backward: reduce-scatter, partial -> shard(0)."""
+    """Operator g-bar. Forward: all-gather, shard(0) -> replicate. Backward: reduce-scatter, partial -> shard(0)."""
     return x if group.size == 1 else _GatherFromSequenceParallel.apply(x, group)
 
 
 def reduce_scatter_to_sequence_parallel(x: Tensor, group: Group) -> Tensor:
-    """f-bar. Forward: reduce-scatter, partial -> shard(0). Backward: all-gather, shard(0) -> replicate."""
+    """Operator f-bar. Forward: reduce-scatter, partial -> shard(0). Backward: all-gather, shard(0) -> replicate."""
     return x if group.size == 1 else _ReduceScatterToSequenceParallel.apply(x, group)

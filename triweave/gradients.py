@@ -32,7 +32,8 @@ class WeightGradients:
     @contextmanager
     def deferring(self) -> Iterator[list[Work]]:
         """Collect submitted work instead of running it; the list is the caller's to run, in order."""
-        self._deferred = collected = []
+        collected: list[Work] = []
+        self._deferred = collected
         try:
             yield collected
         finally:

@@ -93,9 +93,7 @@ def make_groups(layout: Layout, spec: ModelSpec, channels: Iterable[Channel], de
             if pair.handle is not None:
                 links[channel] = pair
                 _use_once(pair, device)
-    return Groups(
-        layout, rank, device, world, by_axis["tp"], by_axis["dp"], _make(kv_groups, rank), tied, links
-    )
+    return Groups(layout, rank, device, world, by_axis["tp"], by_axis["dp"], _make(kv_groups, rank), tied, links)
 
 
 def _make(groups: list[tuple[int, ...]], rank: int) -> Group:

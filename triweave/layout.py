@@ -88,7 +88,7 @@ class Layout:
         return [tuple(start + i * stride for i in range(size)) for start in starts]
 
     def stage_owner(self, stage: int) -> int:
-        """Pipeline rank that holds virtual stage `stage`: stages go round the pipeline (Narayanan et al. 2104.04473)."""
+        """Pipeline rank of virtual stage `stage`: stages go round the pipeline (Narayanan et al. 2104.04473)."""
         return stage % self.pp
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
@@ -106,9 +106,7 @@ class Layout:
 
     def groups_crossing_nodes(self, axis: Axis, gpus_per_node: int) -> list[tuple[int, ...]]:
         """Groups of `axis` whose ranks do not all sit in one node."""
-        return [
-            group for group in self.groups(axis) if len({rank // gpus_per_node for rank in group}) > 1
-        ]
+        return [group for group in self.groups(axis) if len({rank // gpus_per_node for rank in group}) > 1]
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp}", f"pp{self.pp}"]

@@ -61,16 +61,21 @@ class DecoderLayer(nn.Module):
         return x + checkpointed(self._mlp, x, enabled="mlp" in self.recompute)
 
     def _attention(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
-        return self.self_attn(self._project(self.input_layernorm, self.self_attn.qkv_proj, x), rotation, documents)
+        qkv = self._project(self.input_layernorm, self.self_attn.qkv_proj, x)
+        attended: Tensor = self.self_attn(qkv, rotation, documents)
+        return attended
 
     def _mlp(self, x: Tensor) -> Tensor:
-        return self.mlp(self._project(self.post_attention_layernorm, self.mlp.gate_up_proj, x))
+        gate_up = self._project(self.post_attention_layernorm, self.mlp.gate_up_proj, x)
+        output: Tensor = self.mlp(gate_up)
+        return output
 
     def _project(self, norm: RMSNorm, projection: ColumnParallelLinear, x: Tensor) -> Tensor:
         """`projection(norm(x))`; the norm's output is kept for backward, or computed again there."""
         normed = norm(x)
         with recomputing(norm, x, enabled="norm" in self.recompute):
-            return projection(normed)
+            projected: Tensor = projection(normed)
+            return projected
 
 
 class Decoder(nn.Module):
@@ -115,14 +120,22 @@ class Stage(nn.Module):
                 self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, x: Tensor | None, batch: StageInput) -> Tensor:
-        """Activations `[seq/tp, batch, hidden]` (None for the first stage) to activations, or to logits
-        `[seq, batch, vocab/tp]` on the last stage.
+        """Activations to activations, or to logits on the last stage.
+
+        Args:
+            x: `[seq/tp, batch, hidden]`; None for the first stage, which looks the tokens up.
+            batch: what else the stage needs of the micro-batch.
+
+        Returns:
+            `[seq/tp, batch, hidden]`, or `[seq, batch, vocab/tp]` from the last stage.
         """
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(batch.tokens)
+        if x is None:
+            raise ValueError("only the first stage starts from tokens")
         rotation = make_rotation(self.frequencies, batch.positions, x.dtype)
         for layer in self.model.layers.values():
             x = layer(x, rotation, batch.documents)
-        if self.lm_head is None:
-            return x
-        return self.lm_head(self.model.norm(x))
+        if self.lm_head is not None and self.model.norm is not None:
+            x = self.lm_head(self.model.norm(x))
+        return x

@@ -6,6 +6,7 @@ Fields carry Hugging Face's own names. Nothing here imports torch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,12 @@ from typing import Any
 
 from triweave.errors import InputError, Problem
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+ARCHITECTURES: dict[str, dict[str, int]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+}
+"""What this code computes, and what transformers takes for the keys that a config leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,84 +138,119 @@ def spec_from_hf_config(config: Mapping[str, Any], where: str = "config.json") -
     """Read a Hugging Face config of the Llama family.
 
     Raises:
-        InputError: an architecture or option that this code does not compute, or a size that is missing.
+        InputError: an architecture or option that this code does not compute, or a value that is missing or no number.
     """
     problems: list[Problem] = []
-
-    def refuse(key: str, value: object, rule: str, nearest: str | None = None) -> None:
-        problems.append(Problem(key, value, rule, nearest, where))
-
-    architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        refuse("architectures", architecture, f"is not one of {', '.join(SUPPORTED_ARCHITECTURES)}")
+    architecture = _architecture(config, where, problems)
+    read = _Reader(ARCHITECTURES.get(architecture, {}) | dict(config), where, problems)
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        refuse("hidden_act", config["hidden_act"], "must be silu: the MLP is SwiGLU", "silu")
+        read.refuse("hidden_act", "must be silu: the MLP is SwiGLU", "silu")
     for key in ("mlp_bias", "use_sliding_window"):
         if config.get(key):
-            refuse(key, config[key], "is not supported", "false")
+            read.refuse(key, "is not supported", "false")
     if architecture == "LlamaForCausalLM" and config.get("attention_bias"):
-        refuse("attention_bias", True, "puts a bias on o_proj, which is not supported", "false")
+        read.refuse("attention_bias", "puts a bias on o_proj, which is not supported", "false")
     if config.get("attention_dropout"):
-        refuse("attention_dropout", config["attention_dropout"], "must be 0: Llama trains without dropout", "0.0")
+        read.refuse("attention_dropout", "must be 0: Llama trains without dropout", "0.0")
 
-    sizes: dict[str, int] = {}
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for key in required:
-        value = config.get(key)
-        if not isinstance(value, int) or value <= 0:
-            refuse(key, value, "must be a positive whole number")
-        else:
-            sizes[key] = value
-    if problems:
-        raise InputError(problems)
-
-    heads = sizes["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    if heads % kv_heads:
-        refuse("num_key_value_heads", kv_heads, f"must divide num_attention_heads = {heads}")
-    head_dim = config.get("head_dim") or sizes["hidden_size"] // heads
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    window = config.get("sliding_window") if architecture == "MistralForCausalLM" else None
-    scaling = _rope_scaling(rope, refuse)
-    if problems:
-        raise InputError(problems)
-    return ModelSpec(
-        **sizes,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+    hidden_size, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+    # transformers 5 writes rope_theta among rope_parameters; before, it stood beside rope_scaling.
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = read.section(key)
+    window = None
+    if architecture == "MistralForCausalLM" and read.values["sliding_window"] is not None:
+        window = read.whole("sliding_window")
+    spec = ModelSpec(
+        vocab_size=read.whole("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=read.whole("intermediate_size"),
+        num_hidden_layers=read.whole("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=read.whole("num_key_value_heads", heads),
+        head_dim=read.whole("head_dim", max(1, hidden_size // heads)),
+        tie_word_embeddings=read.flag("tie_word_embeddings"),
         attention_bias=architecture == "Qwen2ForCausalLM",
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rope_scaling=scaling,
-        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+        rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+        rope_theta=(read if rope.values.get("rope_theta") is None else rope).number("rope_theta", 10000.0),
+        rope_scaling=_rope_scaling(rope),
+        max_position_embeddings=read.whole("max_position_embeddings", 2048),
         sliding_window=window,
-        initializer_range=float(config.get("initializer_range", 0.02)),
+        initializer_range=read.number("initializer_range", 0.02),
         architecture=architecture,
     )
+    # Rules between values, once each is right by itself.
+    if not problems and heads % spec.num_key_value_heads:
+        read.refuse("num_key_value_heads", f"must divide num_attention_heads = {heads}")
+    if not problems and config.get("head_dim") is None and hidden_size % heads:
+        read.refuse("hidden_size", f"must be a multiple of num_attention_heads = {heads}, or head_dim be given")
+    if not problems and spec.head_dim % 2:
+        read.refuse("head_dim", f"is {spec.head_dim} and must be even: rotary embedding turns pairs")
+    if problems:
+        raise InputError(problems)
+    return spec
 
 
-def _rope_scaling(rope: Mapping[str, Any], refuse: Any) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+class _Reader:
+    """Values of a config by key, each problem noted. A wrong value reads as 1, so that all are found."""
+
+    def __init__(self, values: Mapping[str, Any], where: str, problems: list[Problem], section: str = "") -> None:
+        self.values = values
+        self.where = where
+        self.problems = problems
+        self.prefix = f"{section}." if section else ""
+
+    def refuse(self, key: str, rule: str, nearest: str | None = None) -> None:
+        self.problems.append(Problem(self.prefix + key, self.values.get(key), rule, nearest, self.where))
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = default if self.values.get(key) is None else self.values[key]
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.refuse(key, "must be a positive whole number")
+        return 1
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = default if self.values.get(key) is None else self.values[key]
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+            return float(value)
+        self.refuse(key, "must be a positive number")
+        return 1.0
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key) or False
+        if not isinstance(value, bool):
+            self.refuse(key, "must be true or false")
+        return bool(value)
+
+    def section(self, key: str) -> _Reader:
+        values = self.values.get(key) or {}
+        if not isinstance(values, Mapping):
+            self.refuse(key, "must be an object")
+            values = {}
+        return _Reader(values, self.where, self.problems, key)
+
+
+def _architecture(config: Mapping[str, Any], where: str, problems: list[Problem]) -> str:
+    named = config.get("architectures") or ["LlamaForCausalLM"]
+    if isinstance(named, list) and isinstance(named[0], str) and named[0] in ARCHITECTURES:
+        return named[0]
+    shown = named[0] if isinstance(named, list) else named
+    problems.append(Problem("architectures", shown, f"is not one of {', '.join(ARCHITECTURES)}", where=where))
+    return ""
+
+
+def _rope_scaling(rope: _Reader) -> RopeScaling | None:
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
-        refuse("rope_scaling.rope_type", kind, "must be default or llama3", "llama3")
+        key = "rope_type" if "rope_type" in rope.values else "type"
+        rope.refuse(key, "must be default or llama3", "llama3")
         return None
-    missing = [
-        key
-        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        if key not in rope
-    ]
-    if missing:
-        refuse("rope_scaling", dict(rope), f"lacks {', '.join(missing)}")
-        return None
-    return RopeScaling(
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(rope["original_max_position_embeddings"]),
-    )
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low and not rope.problems:
+        rope.refuse("high_freq_factor", f"must be more than low_freq_factor = {low}")
+    return RopeScaling(rope.number("factor"), low, high, rope.whole("original_max_position_embeddings"))
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class LocalParameter:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     unit: str
-    """What is gathered and reduced together over the data-parallel ranks: a layer, the embedding, the norm, the head."""
+    """What is gathered and reduced together over data-parallel ranks: a layer, the embedding, the norm, the head."""
     decay: bool
     """Whether weight decay applies: to matrices, never to norms and biases."""
 
@@ -110,9 +110,7 @@ def stage_parameters(spec: ModelSpec, layout: Layout, stage: int, tp_rank: int) 
             yield _vocabulary("lm_head.weight", "model.embed_tokens.weight", "embed", spec, layout, tp_rank)
 
 
-def _vocabulary(
-    name: str, hf_name: str, unit: str, spec: ModelSpec, layout: Layout, tp_rank: int
-) -> LocalParameter:
+def _vocabulary(name: str, hf_name: str, unit: str, spec: ModelSpec, layout: Layout, tp_rank: int) -> LocalParameter:
     rows = vocab_rows(spec.vocab_size, layout.tp)
     start = min(tp_rank * rows, spec.vocab_size)
     stop = min(start + rows, spec.vocab_size)
@@ -137,9 +135,8 @@ def _layer_parameters(spec: ModelSpec, layout: Layout, layer: int, tp_rank: int)
 
     def qkv(kind: str, columns: tuple[int, ...]) -> tuple[Piece, ...]:
         attention = f"{prefix}.self_attn"
-        query = Piece(
-            f"{attention}.q_proj.{kind}", (spec.query_size, *columns), 0, tp_rank * query_rows, (tp_rank + 1) * query_rows
-        )
+        shape, start = (spec.query_size, *columns), tp_rank * query_rows
+        query = Piece(f"{attention}.q_proj.{kind}", shape, 0, start, start + query_rows)
         key, value = (
             Piece(
                 f"{attention}.{name}_proj.{kind}",

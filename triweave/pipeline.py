@@ -19,7 +19,7 @@ from triweave.gradients import WeightGradients, Work
 from triweave.groups import Groups
 from triweave.llama import Stage, StageInput
 from triweave.schedule.actions import Action, Kind, PipelineSchedule
-from triweave.schedule.dataflow import Message, Result, receives, sends
+from triweave.schedule.dataflow import Message, Result, makes, receives, sends
 
 Loss = Callable[[int, Tensor], Tensor]
 """Micro-batch number and logits `[seq, batch, vocab/tp]` to the summed loss of its tokens."""
@@ -51,13 +51,15 @@ class Pipeline:
         dtype: torch.dtype,
         end_backward: Callable[[], None],
     ) -> None:
-        """Args:
-        stages: virtual stages of this rank by their number.
-        groups: this rank's process groups.
-        weight_gradients: where the stages' layers submit weight gradients.
-        activation_shape: `(seq/tp, batch, hidden)`, of everything that moves between stages.
-        dtype: of the same.
-        end_backward: called when a stage's backward has left all its weight gradients.
+        """Take a rank's stages.
+
+        Args:
+            stages: virtual stages of this rank by their number.
+            groups: this rank's process groups.
+            weight_gradients: where the stages' layers submit weight gradients.
+            activation_shape: `(seq/tp, batch, hidden)`, of everything that moves between stages.
+            dtype: of the same.
+            end_backward: called when a stage's backward has left all its weight gradients.
         """
         self.stages = stages
         self.groups = groups
@@ -66,9 +68,7 @@ class Pipeline:
         self.dtype = dtype
         self.end_backward = end_backward
 
-    def train(
-        self, schedule: PipelineSchedule, inputs: Sequence[StageInput], loss: Loss, loss_scale: float
-    ) -> Tensor:
+    def train(self, schedule: PipelineSchedule, inputs: Sequence[StageInput], loss: Loss, loss_scale: float) -> Tensor:
         """Forward and backward of every micro-batch; gradients of `loss_scale x loss` are added to the sums.
 
         Returns:
@@ -127,9 +127,9 @@ class _Execution:
             self.backward(action, received)
             self.pipeline.end_backward()
         elif action.kind is Kind.BACKWARD_INPUT:
-            with self.pipeline.weight_gradients.deferring() as work:
+            with self.pipeline.weight_gradients.deferring() as later:
                 self.backward(action, received)
-            self.put_off[action.stage, action.micro_batch] = work
+            self.put_off[action.stage, action.micro_batch] = later
         else:
             with torch.no_grad():
                 for work in self.put_off.pop((action.stage, action.micro_batch)):
@@ -185,8 +185,9 @@ class _Execution:
         """Hand a result to the stage that needs it: send it, or keep it when that stage is on this rank."""
         message = sends(self.schedule, action)
         if message is None:
-            kind = "activation" if action.kind is Kind.FORWARD else "gradient"
-            self.local[Result(kind, action.stage, action.micro_batch)] = result
+            made = makes(action)
+            if made is not None:
+                self.local[made] = result
             return
         while self.outgoing and self.outgoing[0][1].is_completed():
             self.outgoing.popleft()

@@ -174,7 +174,7 @@ def _stages(spec: ModelSpec, layout: Layout) -> Iterator[Problem]:
     if stages > num_layers:
         product = f"pp x vpp = {pp} x {vpp} = {stages} virtual stages"
         rule = f"{product if vpp > 1 else f'{pp} stages'} for the model's {num_layers} layers: each needs at least 1"
-        if vpp > 1 and num_layers // pp >= 2:
+        if num_layers // pp >= 2:
             yield Problem("layout.vpp", vpp, rule, str(num_layers // pp))
         else:
             yield Problem("layout.pp", pp, rule, str(max(1, num_layers // vpp)))

@@ -201,7 +201,7 @@ class Sharding:
             unit.zero_gradients()
 
     def end_backward(self) -> None:
-        """Reduce and free what a stage's backward has left behind: the embedding has no input whose gradient ends it."""
+        """Reduce and free what a stage's backward has left: the embedding has no input whose gradient ends it."""
         for unit in self.units:
             unit.end_gradients()
             unit.release()
@@ -258,9 +258,7 @@ class Sharding:
             unit.publish()
 
 
-def make_units(
-    parameters: Iterable[LocalParameter], groups: Groups, shard: Shard, dtype: torch.dtype
-) -> list[Unit]:
+def make_units(parameters: Iterable[LocalParameter], groups: Groups, shard: Shard, dtype: torch.dtype) -> list[Unit]:
     """Group a stage's parameters into units, in model order."""
     by_unit: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:

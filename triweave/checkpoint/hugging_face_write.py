@@ -23,6 +23,7 @@ from triweave.weights_index import INDEX_FILE, SINGLE_FILE
 MAX_SHARD_BYTES = 5_000_000_000
 """Hugging Face's own customary size of one weight file."""
 
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -31,7 +32,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    CHAT_TEMPLATE_FILE,
     "chat_template.json",
 )
 _COPIED_TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -102,6 +103,7 @@ class HuggingFaceWriter:
         source: folder whose config.json, generation config and licence files are taken over.
         dtype: type of the written weights: bfloat16, float16 or float32.
         tokenizer: folder of the tokenizer's files; None is `source`.
+        chat_template: written as `chat_template.jinja`, which goes before the tokenizer's own; None keeps that.
         max_shard_bytes: largest weight file.
         replace: whether a folder that already holds something may be replaced.
 
@@ -117,12 +119,14 @@ class HuggingFaceWriter:
         dtype: torch.dtype,
         *,
         tokenizer: Path | None = None,
+        chat_template: str | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         replace: bool = False,
     ) -> None:
         self._folder = folder.resolve()
         self._source = source
         self._tokenizer = tokenizer or source
+        self._chat_template = chat_template
         self._dtype = dtype
         self._config = _config_with_dtype(source, dtype)
         self._shards = plan_shards(spec.tensors(), dtype.itemsize, max_shard_bytes)
@@ -192,6 +196,8 @@ class HuggingFaceWriter:
         for origin in origins:
             if origin.is_file():
                 shutil.copyfile(origin, self._partial / origin.name)
+        if self._chat_template is not None:
+            (self._partial / CHAT_TEMPLATE_FILE).write_text(self._chat_template, encoding="utf-8")
 
 
 def _config_with_dtype(source: Path, dtype: torch.dtype) -> str:

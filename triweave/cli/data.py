@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from triweave.cli.start import Overrides
+from triweave.cli.options import Json, Overrides
 
 
 def data(
     run_file: Path,
     *overrides: Overrides,
     example: int = 0,
-    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    json: Json = False,
 ) -> int:
     """Show what a run file's data becomes: counts, lengths, and which tokens of an example are trained.
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from triweave.cli.start import Overrides, start
+from triweave.cli.options import Nproc, Overrides
 
 
-def train(run_file: Path, *overrides: Overrides, nproc: Annotated[int | None, Parameter(name="--nproc")] = None) -> int:
+def train(run_file: Path, *overrides: Overrides, nproc: Nproc = None) -> int:
     """Train what a run file describes.
 
     Every key of the file can be changed here: `--layout.tp 4`. Under torchrun each process is a rank; without it
@@ -24,5 +21,6 @@ def train(run_file: Path, *overrides: Overrides, nproc: Annotated[int | None, Pa
         nproc: Ranks to start on this host; left out, as many as the layout has.
     """
     from triweave.training.loop import train as train_rank
+    from triweave.training.start import start
 
     return start(run_file, overrides, nproc, train_rank)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from triweave.cli.start import Overrides, start
+from triweave.cli.options import Json, Nproc, Overrides
 
 
 def verify(
     run_file: Path,
     *overrides: Overrides,
-    nproc: Annotated[int | None, Parameter(name="--nproc")] = None,
-    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    nproc: Nproc = None,
+    json: Json = False,
 ) -> int:
     """Prove that a layout computes what one process computes.
 
@@ -31,6 +28,7 @@ def verify(
         nproc: Ranks to start on this host; left out, as many as the layout has.
         json: Print one JSON document.
     """
+    from triweave.training.start import start
     from triweave.verify.run import small_batch, verify_rank, write_references
 
     return start(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from triweave.data.dataset import Dataset, count_trained_tokens
-from triweave.data.sampler import rank_slice, sequence_ids
+from triweave.data.sampler import rank_slice
 from triweave.layers.cross_entropy import IGNORE
 from triweave.layout import Coordinates, Layout
 
@@ -55,21 +55,15 @@ class MicroBatch:
         )
 
 
-def load_micro_batches(
-    dataset: Dataset, *, seed: int, step: int, global_batch: int, layout: Layout, at: Coordinates
-) -> list[MicroBatch]:
-    """What the rank at `at` computes in step `step`, in order. Ranks that differ only along tp, cp or pp get the same.
+def load_micro_batches(dataset: Dataset, ids: Sequence[int], layout: Layout, at: Coordinates) -> list[MicroBatch]:
+    """What the rank at `at` computes of a global batch of the sequences `ids`, in order.
+
+    Ranks that differ only along tp, cp or pp get the same.
 
     Raises:
-        InputError: `global_batch` is not a multiple of `micro_batch x dp`.
+        InputError: there are not `micro_batch x dp` times some number of them.
     """
-    ids = sequence_ids(seed, step, global_batch, dataset.num_sequences)
     return [make_micro_batch(dataset, part) for part in rank_slice(ids, at.dp, layout.dp, layout.micro_batch)]
-
-
-def step_trained_tokens(dataset: Dataset, *, seed: int, step: int, global_batch: int) -> int:
-    """Trained tokens of the whole global batch of a step: the loss's divisor, which every rank knows unasked."""
-    return count_trained_tokens(dataset, sequence_ids(seed, step, global_batch, dataset.num_sequences))
 
 
 def make_micro_batch(dataset: Dataset, ids: Sequence[int]) -> MicroBatch:

@@ -137,11 +137,12 @@ def normalise(record: Record, name: Format) -> Example:
 
 
 def _normalised(records: Iterator[Record], name: Format, problems: Problems, key: str) -> Iterator[Example]:
-    for record in records:
+    for number, record in enumerate(records):
         if not matched_keys(record.value, name):
             needed = " or ".join(" and ".join(keys) for keys in SIGNATURES[name])
             keys = ", ".join(record.value) or "no keys"
-            rule = f"is the first record that is not {name} like those before: it has {keys}, not {needed}"
+            which = "is the first record that is not" if number else "is not"
+            rule = f"{which} {name}: it has {keys}, not {needed}"
             problems.add(Problem(key, None, rule, where=record.where))
             problems.raise_any()
         try:

@@ -264,9 +264,14 @@ def _begins_twice(ids: list[int], bos_id: int | None) -> bool:
 
 
 def _ends_turns(ids: npt.NDArray[np.int32], trained: npt.NDArray[np.bool_], tokenizer: TextTokenizer) -> bool:
-    """Whether every trained part ends with a control token."""
-    ends = np.flatnonzero(trained & ~np.append(trained[1:], False))
-    return all(int(token) in tokenizer.control_ids for token in ids[ends])
+    """Whether every trained part ends with a control token, or with one and white space, as some templates train it."""
+    for end in np.flatnonzero(trained & ~np.append(trained[1:], False)):
+        last = int(end)
+        while trained[last] and tokenizer.decode([int(ids[last])]).isspace():
+            last -= 1
+        if int(ids[last]) not in tokenizer.control_ids:
+            return False
+    return True
 
 
 def _too_long(first: TokenizedExample, count: int, longest: int, how: Tokenizing) -> Problem:

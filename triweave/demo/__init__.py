@@ -1,1 +1,1 @@
-"""What the demo trains on: a real checkpoint and real questions, both from ordinary Python packages."""
+"""The demo: a real checkpoint, real questions, a real grid of processes, an answer before and after."""

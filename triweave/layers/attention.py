@@ -85,8 +85,10 @@ class Attention(nn.Module):
         """What `qkv_proj` gave, `[seq, batch, (heads + 2 kv_heads)/tp * head_dim]`, to `[seq/tp, batch, hidden]`."""
         heads = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
-        out = attend(rotation(q), rotation(k), v, documents, self.kernel)
-        return self.o_proj(out.flatten(2))
+        # Copied, so that backward keeps the values alone: a view would keep the queries and keys before rotation too.
+        out = attend(rotation(q), rotation(k), v.contiguous(), documents, self.kernel)
+        projected: Tensor = self.o_proj(out.flatten(2))
+        return projected
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kernel: AttentionKernel) -> Tensor:
@@ -102,7 +104,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kernel:
     Returns:
         `[seq, batch, heads, head_dim]`.
     """
-    if documents is not None and q.is_cuda:
+    if documents is not None and q.is_cuda and q.dtype is not torch.float32:
         return _attend_varlen(q, k, v, documents)
     mask = None if documents is None else block_causal_mask(documents)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [batch, heads, seq, head_dim]
@@ -115,7 +117,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kernel:
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """FlashAttention over documents laid end to end: no mask is made and nothing is computed across documents."""
+    """FlashAttention over documents laid end to end: no mask is made and nothing is computed across documents.
+
+    It has no float32 kernel.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     seq, batch = q.shape[:2]
@@ -127,8 +132,9 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Ten
             k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
     q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))  # [batch * seq, heads, head_dim]
     cu, longest = documents.cu_seqlens, documents.max_seqlen
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, **arguments)
-    return out.unflatten(0, (batch, seq)).transpose(0, 1)
+    out: Any = varlen_attn(q, k, v, cu, cu, longest, longest, **arguments)
+    attended: Tensor = out.unflatten(0, (batch, seq)).transpose(0, 1)
+    return attended
 
 
 def _takes_grouped_heads(varlen_attn: Callable[..., Any]) -> bool:

@@ -19,7 +19,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: in
     """Sum of the token losses, in float32.
 
     Args:
-        logits: `[seq, batch, vocab/tp]`, vocabulary padding included; overwritten by its own gradient in backward.
+        logits: `[seq, batch, vocab/tp]`, vocabulary padding included, whose values may be overwritten.
         targets: `[seq, batch]` token ids, `IGNORE` where nothing is trained.
         vocab_size: true vocabulary; padding beyond it takes no probability and gets no gradient.
         tp: the tensor-parallel ranks that share the vocabulary.
@@ -49,17 +49,16 @@ class _CrossEntropy(torch.autograd.Function):
         probabilities = scores.exp_()
         sums = all_reduce(torch.stack([probabilities.sum(-1), target_score]), tp.group)
         total, target_score = sums[0], sums[1]
-        probabilities = probabilities.div_(total.unsqueeze(-1)).to(logits.dtype)
-
         trained = targets != IGNORE
-        ctx.save_for_backward(probabilities, local, mine, trained)
+
+        # d loss / d logits = softmax - one-hot. Taken before it is rounded to the type of the logits: in bfloat16 a
+        # probability near 1 is 1, and what is left to learn would be 0.
+        grad = probabilities.div_(total.unsqueeze(-1))
+        grad.scatter_add_(-1, local.unsqueeze(-1), -mine.unsqueeze(-1).to(grad.dtype))
+        ctx.save_for_backward(grad.to(logits.dtype), trained)
         return ((total.log() - target_score) * trained).sum()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, local, mine, trained = ctx.saved_tensors
-        # d loss / d logits = softmax - one-hot, for trained positions; written over the kept probabilities.
-        grad = probabilities
-        grad.scatter_add_(-1, local.unsqueeze(-1), -mine.unsqueeze(-1).to(grad.dtype))
-        grad.mul_((trained * grad_loss).unsqueeze(-1))
-        return grad, None, None, None
+        grad, trained = ctx.saved_tensors
+        return grad.mul_((trained * grad_loss).unsqueeze(-1)), None, None, None

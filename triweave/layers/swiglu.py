@@ -32,7 +32,8 @@ class SwiGLU(nn.Module):
         """What `gate_up_proj` gave, `[seq, batch, 2 * ffn/tp]`, to `[seq/tp, batch, hidden]`."""
         product = swiglu(gate_up)
         with recomputing(swiglu, gate_up, enabled=self.recompute):
-            return self.down_proj(product)
+            down: Tensor = self.down_proj(product)
+            return down
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from triweave.data.batch import MicroBatch, make_micro_batch
+from triweave.data.batch import MicroBatch, load_micro_batches
 from triweave.data.dataset import Dataset, count_trained_tokens
-from triweave.data.sampler import evaluation_batches, evaluation_ids, rank_slice, sequence_ids
+from triweave.data.sampler import evaluation_batches, evaluation_ids, sequence_ids
 from triweave.layers.attention import Documents
 from triweave.llama import StageInput
 from triweave.training.engine import Engine
@@ -18,9 +18,7 @@ def training_batch(dataset: Dataset, engine: Engine, *, seed: int, step: int, gl
     return batch_of(dataset, engine, sequence_ids(seed, step, global_batch, dataset.num_sequences))
 
 
-def validation_batches(
-    dataset: Dataset, *, global_batch: int, max_batches: int | None
-) -> list[Sequence[int]]:
+def validation_batches(dataset: Dataset, *, global_batch: int, max_batches: int | None) -> list[Sequence[int]]:
     """The sequences of every batch of an evaluation, each sequence once."""
     count = evaluation_batches(global_batch, dataset.num_sequences)
     if max_batches is not None:
@@ -30,11 +28,8 @@ def validation_batches(
 
 def batch_of(dataset: Dataset, engine: Engine, ids: Sequence[int]) -> Batch:
     """This rank's part of a global batch made of the sequences `ids`."""
-    layout, at = engine.layout, engine.groups.at
-    parts = [
-        make_micro_batch(dataset, part).to(engine.groups.device)
-        for part in rank_slice(ids, at.dp, layout.dp, layout.micro_batch)
-    ]
+    mine = load_micro_batches(dataset, ids, engine.layout, engine.groups.at)
+    parts = [part.to(engine.groups.device) for part in mine]
     return Batch(
         inputs=[stage_input(part) for part in parts],
         targets=[part.targets for part in parts],

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from triweave import __version__
 from triweave.checkpoint.slices import Rectangle, Slices, SlicesLoadPlanner, SlicesSavePlanner, rectangles
@@ -50,9 +52,9 @@ def save_checkpoint(folder: Path, engine: Engine, progress: RunProgress, keep: i
         partial.mkdir(parents=True)
     _barrier(engine)
     with _quiet():
-        dcp.save(
+        save(
             _state(engine),
-            storage_writer=dcp.FileSystemWriter(partial, single_file_per_rank=True),
+            storage_writer=FileSystemWriter(partial, single_file_per_rank=True),
             planner=SlicesSavePlanner(),
             no_dist=engine.groups.world.size == 1,
         )
@@ -70,9 +72,9 @@ def load_checkpoint(folder: Path, engine: Engine) -> RunProgress:
     """Bring weights and optimizer back to where `folder` was written. All ranks call it together."""
     progress = read_progress(folder)
     with _quiet():
-        dcp.load(
+        load(
             _state(engine),
-            storage_reader=dcp.FileSystemReader(folder),
+            storage_reader=FileSystemReader(folder),
             planner=SlicesLoadPlanner(),
             no_dist=engine.groups.world.size == 1,
         )
@@ -130,7 +132,7 @@ def _rectangles_of(part: Part, flat: Tensor) -> Iterator[tuple[str, tuple[int, .
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns whenever a single process saves or loads; that is what was asked for."""
+    """Silence torch's warning that a single process saves or loads; that is what was asked for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

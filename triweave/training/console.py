@@ -10,7 +10,7 @@ from triweave.data.summary import Summary
 from triweave.layout import Layout
 from triweave.parameters import holds_embedding, holds_head
 from triweave.training.engine import Engine
-from triweave.training.metrics import GIB, Meter, StepMetrics, duration
+from triweave.training.metrics import Meter, StepMetrics, duration
 
 
 class Console:
@@ -49,7 +49,7 @@ class Console:
 def opening(resolved: ResolvedRun, engine: Engine, meter: Meter, data: Summary, num_steps: int) -> list[str]:
     """What will run, on one screen: model, grid, layer map, batch arithmetic, data, where it goes."""
     run, spec, layout = resolved.run, resolved.spec, resolved.layout
-    dp = f"{run.train.global_batch} sequences = {layout.micro_batch} micro-batch x {resolved.num_micro_batches} x dp {layout.dp}"
+    parts = f"micro-batch {layout.micro_batch} x {resolved.num_micro_batches} x dp {layout.dp}"
     weights = sum(unit.numel for unit in engine.sharding.units)
     train = data.train
     return [
@@ -60,7 +60,8 @@ def opening(resolved: ResolvedRun, engine: Engine, meter: Meter, data: Summary, 
         *layer_map(layout, resolved.gpus_per_node),
         f"attention {engine.kernel.name}",
         f"rank 0    {weights / 1e6:,.1f} M parameters of {spec.num_parameters / 1e6:,.1f} M",
-        f"batch     {dp}; {meter.tokens_per_step:,} tokens a step, {num_steps} steps",
+        f"batch     {run.train.global_batch} sequences = {parts}; {meter.tokens_per_step:,} tokens a step,"
+        f" {num_steps} steps",
         f"data      {train.examples:,} examples in {train.sequences:,} sequences of {data.seq_len}"
         f" ({100 * train.efficiency:.0f} % full), {train.trained_tokens:,} trained tokens",
         f"output    {run.output_dir}",
@@ -100,8 +101,3 @@ def closing(metrics: StepMetrics | None, elapsed_s: float, tokens: int) -> str:
     """How it went."""
     memory = f", peak memory {metrics.peak_allocated_gib:.1f} GiB a rank" if metrics is not None else ""
     return f"done      {tokens:,} tokens in {duration(elapsed_s)}{memory}"
-
-
-def memory_text(bytes_: float) -> str:
-    """Bytes as GiB."""
-    return f"{bytes_ / GIB:.1f} GiB"

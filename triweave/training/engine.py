@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from triweave.config.validate import ResolvedRun
 from triweave.gradients import WeightGradients
 from triweave.groups import Groups, make_groups
 from triweave.layers.attention import AttentionKernel, choose_kernel
@@ -16,7 +17,7 @@ from triweave.layers.tensor_parallel import TensorParallel
 from triweave.layout import Layout
 from triweave.llama import Stage
 from triweave.model_spec import ModelSpec
-from triweave.parameters import LocalParameter, stage_parameters
+from triweave.parameters import stage_parameters
 from triweave.pipeline import Pipeline
 from triweave.schedule.actions import PipelineSchedule
 from triweave.schedule.build import build_schedule
@@ -24,9 +25,6 @@ from triweave.schedule.dataflow import channels
 from triweave.sharding import Sharding, Unit, make_units, place_parameters, shard_module
 from triweave.training.optimizer import ShardedAdamW
 from triweave.training.weights import draw_weights, load_weights
-
-if TYPE_CHECKING:
-    from triweave.config.validate import ResolvedRun
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -104,14 +102,9 @@ def build_stages(
 def _shard_stage(stage: Stage, units: dict[str, Unit], weight_gradients: WeightGradients) -> None:
     """Gather and reduce each unit around the module that uses it."""
     decoder = stage.model
-    modules = [(decoder.embed_tokens, "embed"), (decoder.norm, "norm")]
+    modules: list[tuple[nn.Module | None, str]] = [(decoder.embed_tokens, "embed"), (decoder.norm, "norm")]
     modules += [(layer, f"layers.{number}") for number, layer in decoder.layers.items()]
     modules.append((stage.lm_head, "head" if "head" in units else "embed"))
     for module, unit in modules:
         if module is not None:
             shard_module(module, units[unit], weight_gradients)
-
-
-def local_parameters(engine: Engine) -> list[LocalParameter]:
-    """Every parameter this rank holds."""
-    return [parameter for unit in engine.sharding.units for parameter in unit.parameters]

@@ -19,7 +19,15 @@ from triweave.sharding import Unit
 from triweave.training.engine import Engine
 
 
-def export_hugging_face(engine: Engine, folder: Path, source: Path, tokenizer: Path, dtype: torch.dtype) -> None:
+def export_hugging_face(
+    engine: Engine,
+    folder: Path,
+    source: Path,
+    dtype: torch.dtype,
+    *,
+    tokenizer: Path | None = None,
+    chat_template: str | None = None,
+) -> None:
     """Write the weights as they are now to `folder`, replacing it. All ranks call it together; rank 0 writes.
 
     No rank ever holds more than one whole tensor beside its own parameters.
@@ -28,11 +36,16 @@ def export_hugging_face(engine: Engine, folder: Path, source: Path, tokenizer: P
         engine: this rank's part of the model.
         folder: destination.
         source: the Hugging Face folder that the model came from; its config.json goes along.
-        tokenizer: folder whose tokenizer files go along.
         dtype: of the written weights.
+        tokenizer: folder whose tokenizer files go along; None is `source`.
+        chat_template: the template that was trained with, where it is not the tokenizer's own.
     """
     first = engine.groups.rank == 0
-    writer = HuggingFaceWriter(folder, engine.spec, source, dtype, tokenizer=tokenizer, replace=True) if first else None
+    writer = None
+    if first:
+        writer = HuggingFaceWriter(
+            folder, engine.spec, source, dtype, tokenizer=tokenizer, chat_template=chat_template, replace=True
+        )
     units = {unit.name: unit for unit in engine.sharding.units}
     with writer or nullcontext():
         for pp_rank in range(engine.layout.pp):

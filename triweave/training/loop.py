@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +41,10 @@ def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> in
     """Run the whole training on this rank; returns the exit code."""
     run = resolved.run
     device = choose_device(run.runtime, process)
-    torch.use_deterministic_algorithms(run.runtime.deterministic)
+    if run.runtime.deterministic:
+        # cuBLAS asks for a fixed workspace before it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     with process_group(process, device, run.runtime.timeout_s):
         engine = build_engine(resolved, device)
         _Training(resolved, prepared, engine).run()
@@ -79,7 +84,9 @@ class _Training:
             if done:
                 console.say(f"resumed   at step {done}")
             if self.held_out is not None:
-                console.say(f"validation loss {self.validate(self.held_out):.4f} before step {done + 1}")
+                loss = self.validate(self.held_out)
+                console.say(f"held out  loss {loss:.4f} before step {done + 1}")
+                self.record_validation(done, loss)
             for step in range(done, self.num_steps):
                 metrics = self.step(step)
                 for sink in sinks:
@@ -105,9 +112,7 @@ class _Training:
         run = self.run_file
         begin = time.monotonic()
         rate = learning_rate(run.optimizer, step, self.num_steps)
-        batch = training_batch(
-            self.data, self.engine, seed=run.seed, step=step, global_batch=run.train.global_batch
-        )
+        batch = training_batch(self.data, self.engine, seed=run.seed, step=step, global_batch=run.train.global_batch)
         loss, grad_norm = train_step(self.engine, batch, rate, run.optimizer.max_grad_norm)
         if not (loss == loss and grad_norm < float("inf")):
             raise RunFailed(f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved")
@@ -116,6 +121,7 @@ class _Training:
         every = run.validation.every_steps
         if self.held_out is not None and (step + 1 == self.num_steps or (every and (step + 1) % every == 0)):
             metrics = replace(metrics, val_loss=self.validate(self.held_out))
+            self.record_validation(step + 1, metrics.val_loss)
         return metrics
 
     def validate(self, held_out: Dataset) -> float:
@@ -131,6 +137,12 @@ class _Training:
             total += evaluate_step(self.engine, batch)
             tokens += batch.trained_tokens
         return total / max(1, tokens)
+
+    def record_validation(self, step: int, loss: float | None) -> None:
+        """Add a line to `validation.jsonl`: the only place of the loss before the first step."""
+        if self.first:
+            with (self.folder / "validation.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "val_loss": loss}) + "\n")
 
     def peak_over_ranks(self) -> tuple[float, float]:
         """Largest peak of allocated and of reserved bytes over all ranks."""
@@ -157,9 +169,15 @@ class _Training:
     def export(self) -> None:
         """Write the Hugging Face folder."""
         run = self.run_file
-        source = Path(run.model.path)
-        tokenizer = Path(run.data.tokenizer) if run.data.tokenizer else source
-        export_hugging_face(self.engine, self.folder / "hf", source, tokenizer, DTYPES[run.model.dtype])
+        export_hugging_face(
+            self.engine,
+            self.folder / "hf",
+            Path(run.model.path),
+            DTYPES[run.model.dtype],
+            tokenizer=Path(run.data.tokenizer) if run.data.tokenizer else None,
+            # A model that is served with another template than it was trained with answers worse.
+            chat_template=self.prepared.chat_template() if run.data.chat_template else None,
+        )
 
     def open_sinks(self, done: int) -> list[Sink]:
         """Where metrics go; only rank 0 writes."""

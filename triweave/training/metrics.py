@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ class Meter:
         """The log line: fixed columns, units, memory as a part of capacity, time left."""
         mfu = "    -" if metrics.mfu_causal is None else f"{100 * metrics.mfu_causal:5.1f}"
         width = len(str(num_steps))
-        validation = "" if metrics.val_loss is None else f" | validation loss {metrics.val_loss:.4f}"
+        validation = "" if metrics.val_loss is None else f" | held-out loss {metrics.val_loss:.4f}"
         return (
             f"step {metrics.step:{width}}/{num_steps} | loss {metrics.loss:8.4f} | grad norm {metrics.grad_norm:8.3f}"
             f" | {metrics.tokens_per_s_per_gpu:7.0f} tokens/s/GPU | MFU {mfu} %"
@@ -103,7 +104,7 @@ class Meter:
 
 
 def duration(seconds: float) -> str:
-    """`1:02:03`."""
+    """Seconds as `1:02:03`."""
     whole = max(0, round(seconds))
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
@@ -122,8 +123,6 @@ def device_capacity(device: torch.device) -> int:
 
 def host_memory_bytes() -> int:
     """Bytes of this host's memory."""
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -156,10 +155,12 @@ class JsonLines:
         self._file.flush()
 
     def write(self, metrics: StepMetrics) -> None:
+        """Append the step's line and hand it to the disk."""
         self._file.write(metrics.to_json() + "\n")
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -201,9 +202,11 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder))
 
     def write(self, metrics: StepMetrics) -> None:
+        """Add what was measured under TensorBoard's customary names."""
         for name, value in asdict(metrics).items():
             if name in TENSORBOARD_NAMES and value is not None:
                 self._writer.add_scalar(TENSORBOARD_NAMES[name], value, metrics.step)
 
     def close(self) -> None:
+        """Flush the event file."""
         self._writer.close()

@@ -70,4 +70,5 @@ def _parts(unit: Unit) -> Iterator[Part]:
 
 
 def _is_decayed(part: Part) -> bool:
-    return part.unit.shard_start + part.inside.start < part.unit.num_decayed
+    first: int = part.inside.start
+    return part.unit.shard_start + first < part.unit.num_decayed

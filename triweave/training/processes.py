@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,7 +50,8 @@ def started_by_launcher() -> Process | None:
     if "RANK" not in found and "WORLD_SIZE" not in found:
         return None
     if missing := [name for name in names if name not in found]:
-        raise InputError(Problem("environment", ", ".join(found), f"lacks {', '.join(missing)}; torchrun sets all four"))
+        rule = f"lacks {', '.join(missing)}; torchrun sets all four"
+        raise InputError(Problem("environment", ", ".join(found), rule))
     rank, world_size, local_rank, local_world_size = (int(found[name]) for name in names)
     return Process(rank, world_size, local_rank, local_world_size)
 
@@ -145,7 +146,7 @@ def _rank_main(function: Callable[[Process], int], process: Process, threads: in
     os._exit(code)
 
 
-def _wait_for(ranks: list[BaseProcess]) -> int:
+def _wait_for(ranks: Sequence[BaseProcess]) -> int:
     """Wait until all ranks are done or one has failed; the first failure's code, or 0."""
     waiting = {rank.sentinel: rank for rank in ranks}
     while waiting:
@@ -160,7 +161,7 @@ def _wait_for(ranks: list[BaseProcess]) -> int:
     return 0
 
 
-def _end(ranks: list[BaseProcess]) -> None:
+def _end(ranks: Sequence[BaseProcess]) -> None:
     deadline = time.monotonic() + GRACE_S
     for rank in ranks:
         if rank.is_alive():

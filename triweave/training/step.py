@@ -54,7 +54,7 @@ def evaluate_step(engine: Engine, batch: Batch) -> float:
     """Summed loss of the trained tokens of a global batch, forward only."""
     loss = engine.pipeline.evaluate(engine.schedule, batch.inputs, loss_of(engine, batch))
     (total,) = sum_over_grid(engine, loss)
-    return total.item()
+    return float(total)
 
 
 def loss_of(engine: Engine, batch: Batch) -> Loss:

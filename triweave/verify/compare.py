@@ -23,12 +23,13 @@ from triweave.verify.reference import Reference, observed_modules
 class Tolerance:
     """Largest relative errors that count as equal: of the loss, and of outputs and gradients by Frobenius norm.
 
-    The defaults are float32's. In a shorter precision `noise` holds the error that rounding alone makes, by name,
-    and twice that is allowed on top.
+    The defaults are float32's: two float32 kernels that sum in another order differ by up to 2.5e-5 in an output of
+    a deep random model on an H200; the planted faults of the tests differ by more than 1e-2. In a shorter precision
+    `noise` holds the error that rounding alone makes, by name, and twice that is allowed on top.
     """
 
     loss: float = 1e-5
-    output: float = 1e-5
+    output: float = 1e-4
     gradient: float = 1e-4
     noise: Mapping[str, float] = field(default_factory=dict)
 
@@ -48,7 +49,8 @@ def tolerance_for(reference: Reference, rounded: Reference) -> Tolerance:
         for key in exact.keys():  # noqa: SIM118 - safetensors' file is no dict
             kind, _, name = key.partition(".")
             # Outputs are kept by micro-batch (the last part of the key), gradients are not.
-            errors.add(name.rpartition(".")[0] if kind == "output" else name, short.get_tensor(key), exact.get_tensor(key))
+            module = name.rpartition(".")[0] if kind == "output" else name
+            errors.add(module, short.get_tensor(key), exact.get_tensor(key))
     noise.update(errors.relative())
     return Tolerance(BFLOAT16_EPSILON / 4, BFLOAT16_EPSILON, BFLOAT16_EPSILON, noise)
 
@@ -114,9 +116,7 @@ class Verdict:
         }
 
 
-def compare_with_reference(
-    engine: Engine, batch: Batch, reference: Reference, tolerance: Tolerance
-) -> Verdict:
+def compare_with_reference(engine: Engine, batch: Batch, reference: Reference, tolerance: Tolerance) -> Verdict:
     """Run the layout on the reference's batch and compare. All ranks call it together and get the same verdict."""
     outputs, gradients = Errors(), Errors()
     with reference.tensors() as file:

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from triweave.layers.attention import block_causal_mask
 from triweave.layers.cross_entropy import IGNORE
 from triweave.llama import StageInput
+from triweave.model_spec import spec_from_folder
 
 OBSERVED = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 """Parts of a layer whose outputs are compared, in the order in which they compute."""
@@ -62,10 +63,11 @@ def compute_reference(
     """
     model = load_transformers(folder, dtype).to(device)
     trained = sum(int((sample.targets != IGNORE).sum()) for sample in samples)
+    num_layers = spec_from_folder(folder).num_hidden_layers
     kept: dict[str, Tensor] = {}
     loss = 0.0
     for number, sample in enumerate(samples):
-        with _recording(model, kept, number):
+        with _recording(model, num_layers, kept, number):
             logits = _forward(model, sample.inputs, device)
         targets = sample.targets.t().flatten().to(device)
         part = cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum")
@@ -89,7 +91,7 @@ def load_transformers(folder: Path, dtype: torch.dtype) -> nn.Module:
     )
     # transformers gives the padding token's row no gradient. SmolLM2's padding token also ends every turn, so in a
     # fine-tune that row has a true gradient; it is what we compute and compare.
-    model.get_input_embeddings().padding_idx = None
+    model.get_submodule("model.embed_tokens").padding_idx = None  # type: ignore[assignment]
     return model
 
 
@@ -101,9 +103,8 @@ def _forward(model: nn.Module, inputs: StageInput, device: torch.device | None) 
 
 
 @contextmanager
-def _recording(model: nn.Module, kept: dict[str, Tensor], micro_batch: int) -> Iterator[None]:
+def _recording(model: nn.Module, num_layers: int, kept: dict[str, Tensor], micro_batch: int) -> Iterator[None]:
     modules = dict(model.named_modules())
-    num_layers = model.config.num_hidden_layers
 
     def keep(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""What `train` and `verify` share: from a run file to validated, prepared ranks."""
+"""From a run file to validated ranks with their data prepared: what `train`, `verify` and `demo` share."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
+from triweave.cluster import parse_cluster
 from triweave.config.load import load_run
 from triweave.config.schema import Run
 from triweave.config.validate import ResolvedRun, validate
 from triweave.data.cache import PreparedData, prepare
 from triweave.errors import InputError, Problem
 from triweave.training.processes import Process, run_ranks, started_by_launcher
-
-Overrides = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
-"""Words that change keys of the run file: `--layout.tp 4`."""
 
 RankFunction = Callable[[ResolvedRun, PreparedData, Process], int]
 
@@ -70,8 +65,6 @@ def ranks_to_start(run: Run, nproc: int | None) -> int:
     Raises:
         InputError: the run is for several hosts.
     """
-    from triweave.cluster import parse_cluster
-
     if nproc is not None:
         if nproc < 1:
             raise InputError(Problem("--nproc", nproc, "must be at least 1", "1"))
@@ -79,8 +72,9 @@ def ranks_to_start(run: Run, nproc: int | None) -> int:
     if run.cluster is not None:
         cluster = parse_cluster(run.cluster)
         if cluster.num_nodes > 1:
-            command = f"torchrun --nnodes {cluster.num_nodes} --nproc-per-node {cluster.gpus_per_node} -m triweave train"
-            raise InputError(Problem("cluster", run.cluster, f"has {cluster.num_nodes} nodes; start every node with {command} ..."))
+            command = f"torchrun --nnodes {cluster.num_nodes} --nproc-per-node {cluster.gpus_per_node} -m triweave"
+            rule = f"has {cluster.num_nodes} nodes; start each of them with {command} ..."
+            raise InputError(Problem("cluster", run.cluster, rule))
         return cluster.world_size
     layout = run.layout
     return max(1, layout.tp * layout.pp * layout.cp * (layout.dp or 1))

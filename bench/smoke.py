@@ -1,0 +1,229 @@
+"""Every axis that two GPUs allow: `verify` in float32 and bfloat16, then a few steps of training.
+
+    python bench/smoke.py --out results.json            # two GPUs (NCCL), or two CPU processes (gloo)
+
+The model is a small random Llama; its documents are packed, so that variable-length attention runs too. For each
+layout: does it equal transformers, does its loss fall, how fast, how much memory. Last, the command line: the same
+run under torchrun and under `--nproc`, which must print the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triweave.config.schema import (
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Run,
+    RuntimeConfig,
+    TrainConfig,
+)
+from triweave.config.validate import ResolvedRun, validate
+from triweave.data.cache import PreparedData, prepare
+from triweave.data.sampler import sequence_ids
+from triweave.training.batches import batch_of, training_batch
+from triweave.training.engine import build_engine
+from triweave.training.metrics import peak_memory
+from triweave.training.processes import Process, choose_device, process_group, run_ranks
+from triweave.training.step import train_step
+from triweave.verify.compare import Tolerance, compare_with_reference
+from triweave.verify.reference import Reference
+from triweave.verify.run import write_references
+
+LAYOUTS = {
+    "tp2": LayoutConfig(tp=2),
+    "tp2 no sequence parallel": LayoutConfig(tp=2, sequence_parallel=False),
+    "tp2 recompute layer": LayoutConfig(tp=2, recompute=("layer",)),
+    "tp2 recompute norm swiglu": LayoutConfig(tp=2, recompute=("norm", "swiglu")),
+    "pp2 gpipe": LayoutConfig(pp=2, schedule="gpipe"),
+    "pp2 1f1b": LayoutConfig(pp=2),
+    "pp2 interleaved": LayoutConfig(pp=2, vpp=2, schedule="interleaved"),
+    "pp2 zero-bubble": LayoutConfig(pp=2, schedule="zero-bubble"),
+    "dp2 none": LayoutConfig(shard="none"),
+    "dp2 optimizer": LayoutConfig(shard="optimizer"),
+    "dp2 gradients": LayoutConfig(shard="gradients"),
+    "dp2 full": LayoutConfig(shard="full"),
+    "dp2 full recompute layer": LayoutConfig(shard="full", recompute=("layer",)),
+}
+
+
+def write_inputs(folder: Path, *, small: bool) -> tuple[Path, Path]:
+    """A random Llama and token documents of unequal length in which each token follows from the last one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = folder / "model"
+    torch.manual_seed(0)
+    size = (128, 256, 4, 4, 2) if small else (2048, 5632, 8, 16, 8)
+    hidden, ffn, layers, heads, kv_heads = size
+    config = LlamaConfig(
+        vocab_size=1001,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        initializer_range=0.02,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+    draw = random.Random(0)  # noqa: S311 - data, no secret
+    documents = folder / "documents.jsonl"
+    with documents.open("w") as file:
+        for _ in range(400 if small else 2000):
+            token, ids = draw.randrange(1000), []
+            for _ in range(draw.randrange(20, 120 if small else 900)):
+                ids.append(token)
+                token = (token * 7 + draw.randrange(3)) % 1000
+            file.write(json.dumps({"input_ids": ids}) + "\n")
+    return model, documents
+
+
+def run_for(model: Path, documents: Path, folder: Path, layout: LayoutConfig, dtype: str, *, small: bool) -> Run:
+    """The run of one layout."""
+    return Run(
+        model=ModelConfig(path=str(model), dtype="float32" if dtype == "float32" else "bfloat16"),
+        layout=replace(layout, micro_batch=1),
+        data=DataConfig(
+            train=(str(documents),), validation=0.0, seq_len=128 if small else 2048, loss_on="all", format="tokens"
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        train=TrainConfig(global_batch=8, steps=8),
+        output_dir=str(folder / "out"),
+        resume="never",
+    )
+
+
+def measure(jobs: list[tuple[str, str, ResolvedRun]], prepared: PreparedData, out: Path, process: Process) -> int:
+    """All layouts on this rank."""
+    rows: list[dict[str, Any]] = []
+    device = choose_device(jobs[0][2].run.runtime, process)
+    with process_group(process, device, 300):
+        for name, dtype, resolved in jobs:
+            rows.append({"layout": name, "dtype": dtype, **measure_one(resolved, prepared, device)})
+            if process.rank == 0:
+                print(json.dumps(rows[-1]), flush=True)
+    if process.rank == 0:
+        out.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def measure_one(resolved: ResolvedRun, prepared: PreparedData, device: torch.device) -> dict[str, Any]:
+    """Verdict, losses, speed and memory of one layout."""
+    run, data = resolved.run, prepared.train()
+    record = json.loads((Path(run.output_dir) / "verify" / f"{run.model.dtype}.json").read_text())
+    reference = Reference(record["loss"], Path(record["file"]))
+    engine = build_engine(resolved, device)
+    ids = sequence_ids(run.seed, 0, run.train.global_batch, data.num_sequences)
+    verdict = compare_with_reference(engine, batch_of(data, engine, ids), reference, Tolerance(**record["tolerance"]))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    losses, times = [], []
+    for step in range(run.train.steps or 1):
+        batch = training_batch(data, engine, seed=run.seed, step=step, global_batch=run.train.global_batch)
+        begin = time.monotonic()
+        loss, _ = train_step(engine, batch, 1e-3, 1.0)
+        times.append(time.monotonic() - begin)
+        losses.append(loss)
+    name, worst = verdict.worst_gradient
+    tokens = run.train.global_batch * run.data.seq_len
+    return {
+        "pass": verdict.passed,
+        "first_difference": verdict.first_difference,
+        "loss_relative": verdict.loss_error / verdict.reference_loss,
+        "worst_output": max(verdict.outputs.values()),
+        "worst_gradient": worst,
+        "worst_gradient_name": name,
+        "losses": losses,
+        "tokens_per_s": tokens / sorted(times)[len(times) // 2],
+        "peak_gib": peak_memory(device)[0] / 2**30,
+    }
+
+
+def command_line(run: Run, folder: Path) -> dict[str, list[float]]:
+    """Losses of the same run, started by torchrun and by triweave itself."""
+    from triweave.config.document import to_yaml
+
+    found = {}
+    for name, words in {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"],
+        "nproc": [sys.executable, "-m"],
+    }.items():
+        run_file = folder / f"{name}.yaml"
+        run_file.write_text(to_yaml(replace(run, output_dir=str(folder / name))))
+        own = ["--nproc", "2"] if name == "nproc" else []
+        subprocess.run([*words, "triweave", "train", str(run_file), *own], check=True, timeout=240)
+        lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+        found[name] = [json.loads(line)["loss"] for line in lines]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("smoke.json"))
+    parser.add_argument("--only", default="", help="layouts whose name holds this")
+    options = parser.parse_args()
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    small = not torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model, documents = write_inputs(folder, small=small)
+        jobs = []
+        for layout_name, layout in LAYOUTS.items():
+            if options.only in layout_name:
+                for dtype in ("float32", "bfloat16"):
+                    run = run_for(model, documents, folder, layout, dtype, small=small)
+                    jobs.append((layout_name, dtype, validate(run, world_size=2)))
+        prepared = prepare(jobs[0][2].run, jobs[0][2].spec.vocab_size)
+        for dtype in ("float32", "bfloat16"):
+            resolved = next(job[2] for job in jobs if job[1] == dtype)
+            keep_reference(resolved, prepared, dtype)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        code = run_ranks(2, functools.partial(measure, jobs, prepared, options.out))
+        if code:
+            return code
+        rows = json.loads(options.out.read_text())
+        exact = run_for(model, documents, folder, LAYOUTS["tp2"], "bfloat16", small=small)
+        exact = replace(exact, runtime=RuntimeConfig(deterministic=True))
+        cli = command_line(exact, folder)
+    options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows, "command_line": cli}, indent=1))
+    for row in rows:
+        print(
+            f"{row['layout']:28} {row['dtype']:9} {'pass' if row['pass'] else 'FAIL'} loss {row['loss_relative']:.1e}"
+            f" output {row['worst_output']:.1e} gradient {row['worst_gradient']:.1e}"
+            f" | {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f} | {row['tokens_per_s']:9.0f} tokens/s"
+            f" | {row['peak_gib']:5.1f} GiB {row['first_difference'] or ''}"
+        )
+    print("torchrun and --nproc print the same losses:", cli["torchrun"] == cli["nproc"], cli["nproc"][-1])
+    return 0 if all(row["pass"] for row in rows) and cli["torchrun"] == cli["nproc"] else 1
+
+
+def keep_reference(resolved: ResolvedRun, prepared: PreparedData, dtype: str) -> None:
+    """Write the reference for a precision once; every layout is held against it."""
+    write_references(resolved, prepared)
+    folder = Path(resolved.run.output_dir) / "verify"
+    kept = folder / f"{dtype}-reference.safetensors"
+    (folder / "float32.safetensors").rename(kept)
+    record = json.loads((folder / "reference.json").read_text())
+    (folder / f"{dtype}.json").write_text(json.dumps({**record, "file": str(kept)}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
