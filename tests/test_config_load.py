@@ -419,14 +419,20 @@ class Inner:
 
 
 @dataclass(frozen=True)
+class Loose:
+    depth: int = 2
+
+
+@dataclass(frozen=True)
 class Outer:
     inner: Inner
+    loose: Loose
     scale: float | None = None
 
 
 def test_other_dataclasses(write: Write) -> None:
     """The loader knows nothing of runs: any dataclasses of scalars, lists and dataclasses can be read."""
-    assert load(Outer, write("inner: {size: 3, names: [b]}\nscale: 2\n")) == Outer(Inner(3, ("b",)), 2.0)
+    assert load(Outer, write("inner: {size: 3, names: [b]}\nscale: 2\n")) == Outer(Inner(3, ("b",)), Loose(), 2.0)
     with pytest.raises(InputError, match=r"inner\.size: is missing"):
         load(Outer, write("scale: 1\n"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,22 +15,13 @@ from torch.nn.functional import cross_entropy, embedding, linear
 
 from triweave.gradients import WeightGradients, main_grad
 from triweave.groups import Group
-from triweave.layers.attention import (
-    BACKENDS,
-    AttentionKernel,
-    Documents,
-    attend,
-    block_causal_mask,
-    choose_kernel,
-)
 from triweave.layers.cross_entropy import IGNORE, vocab_parallel_cross_entropy
 from triweave.layers.embedding import VocabParallelEmbedding
 from triweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from triweave.layers.norm import RMSNorm
-from triweave.layers.rotary import Rotation, inverse_frequencies, make_rotation
 from triweave.layers.swiglu import SwiGLU, swiglu
 from triweave.layers.tensor_parallel import TensorParallel
-from triweave.model_spec import ModelSpec, RopeScaling
+from triweave.model_spec import ModelSpec
 from triweave.parameters import vocab_rows
 
 SEQ, BATCH, HIDDEN, WIDE = 8, 3, 12, 20
@@ -47,6 +37,11 @@ def tensor_parallel(rank: int, size: int, sequence_parallel: bool = False) -> Te
 def random(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
     """The same numbers on every rank."""
     return std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def leaf(value: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A copy that autograd gives a gradient."""
+    return value.detach().clone().to(dtype).requires_grad_()
 
 
 def near(ours: Tensor | None, theirs: Tensor | None, rtol: float = 1e-5, atol: float = 1e-5) -> None:
@@ -77,11 +72,11 @@ def check_linears(rank: int, size: int, sequence_parallel: bool, dtype: torch.dt
         else:
             layer = RowParallelLinear(HIDDEN // size, WIDE, tp).to(dtype)
             layer.weight.data.copy_(w.chunk(size, 1)[rank])
-        whole_w, whole_b = w.float().requires_grad_(), b.float().requires_grad_()
+        whole_w, whole_b = leaf(w), leaf(b)
         for call in range(3):
             x = random(SEQ, BATCH, HIDDEN, seed=10 + call).to(dtype)
             upstream = random(SEQ, BATCH, WIDE, seed=20 + call).to(dtype)
-            whole_x = x.float().requires_grad_()
+            whole_x = leaf(x)
             whole_y = linear(whole_x, whole_w, whole_b if with_bias else None)
             whole_y.backward(upstream.float())
             assert whole_x.grad is not None
@@ -93,7 +88,7 @@ def check_linears(rank: int, size: int, sequence_parallel: bool, dtype: torch.dt
                 return t.chunk(size, -1)[rank]
 
             before, after = (sequence, feature) if column else (feature, sequence)
-            mine = before(x).clone().requires_grad_()
+            mine = leaf(before(x), dtype)
             y = layer(mine)
             near(y, after(whole_y), tolerance, tolerance * 4)
             y.backward(after(upstream))
@@ -117,7 +112,8 @@ def test_products_equal_linear(ranks: Ranks, size: int, sequence_parallel: bool,
 def test_gradients_are_summed_in_float32() -> None:
     """A hundred bfloat16 gradients add up to a hundred times one; in bfloat16 the sum would stop growing."""
     layer = ColumnParallelLinear(HIDDEN, WIDE, TensorParallel(), bias=True).bfloat16()
-    torch.nn.init.ones_(layer.weight)
+    for parameter in layer.parameters():
+        torch.nn.init.ones_(parameter)
     norm = RMSNorm(WIDE, 1e-5, TensorParallel()).bfloat16()
     torch.nn.init.ones_(norm.weight)
     x, once = random(SEQ, BATCH, HIDDEN).bfloat16(), []
@@ -165,9 +161,10 @@ def check_deferring(rank: int, size: int) -> None:
         assert torch.equal(gradient, at_once[number])
         put_off.append(work)
     assert all(not main_grad(parameter).any() for parameter in layers.parameters())
-    for work in put_off:
-        for one in work:
-            one()
+    with torch.no_grad():  # as the pipeline runs it
+        for work in put_off:
+            for one in work:
+                one()
     for parameter, whole in zip(layers.parameters(), sums, strict=True):
         assert torch.equal(main_grad(parameter), whole)
 
@@ -207,7 +204,7 @@ def check_embedding(rank: int, size: int, sequence_parallel: bool, vocab: int) -
     table[:vocab] = random(vocab, HIDDEN)
     layer = VocabParallelEmbedding(rows, HIDDEN, tp)
     layer.weight.data.copy_(table.chunk(size, 0)[rank])
-    whole = table.clone().requires_grad_()
+    whole = leaf(table)
     for call in range(2):
         tokens = torch.randint(0, vocab, (SEQ, BATCH), generator=torch.Generator().manual_seed(call))
         upstream = random(SEQ, BATCH, HIDDEN, seed=call)
@@ -243,14 +240,14 @@ def check_loss(rank: int, size: int, cases: list[tuple[int, int, float, float, t
     for case in cases:
         logits, targets = loss_case(*case)
         vocab, dtype = logits.shape[-1], logits.dtype
-        whole = logits.float().requires_grad_()
+        whole = leaf(logits)
         expected = cross_entropy(whole.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
         (0.25 * expected).backward()
 
         rows = vocab_rows(vocab, size)
         padded = torch.full((4, 2, rows * size), 7e4).to(dtype)  # what padding holds must not matter
         padded[..., :vocab] = logits
-        mine = padded.chunk(size, -1)[rank].clone().requires_grad_()
+        mine = leaf(padded.chunk(size, -1)[rank], dtype)
         loss = vocab_parallel_cross_entropy(mine * 1, targets, vocab, tp)
         assert loss.dtype is torch.float32
         near(loss, expected, rtol=1e-5, atol=1e-4)
@@ -288,7 +285,8 @@ def test_sure_tokens_still_learn(sure: float) -> None:
     logits.requires_grad_()
     vocab_parallel_cross_entropy(logits, torch.zeros(1, 1, dtype=torch.long), 2, TensorParallel()).backward()
     left = torch.sigmoid(torch.tensor(-sure))
-    near(logits.grad, torch.tensor([[[-left, left]]]), rtol=BF16_EPS, atol=0)
+    # The difference itself is float32's: 6e-8 of 1.
+    near(logits.grad, torch.tensor([[[-left, left]]]), rtol=BF16_EPS, atol=1e-7)
 
 
 # --- norm, rotary, MLP ------------------------------------------------------------------------------------------------
@@ -302,12 +300,12 @@ def test_norm_equals_transformers(dtype: torch.dtype) -> None:
     theirs = LlamaRMSNorm(HIDDEN, eps=1e-3)
     weight, x, upstream = (t.to(dtype) for t in (random(HIDDEN), random(SEQ, HIDDEN, seed=1), random(SEQ, HIDDEN)))
     theirs.weight.data.copy_(weight)
-    whole = x.float().requires_grad_()
+    whole = leaf(x)
     expected = theirs(whole)
     expected.backward(upstream.float())
     norm = RMSNorm(HIDDEN, 1e-3, TensorParallel()).to(dtype)
     norm.weight.data.copy_(weight)
-    mine = x.clone().requires_grad_()
+    mine = leaf(x, dtype)
     y = norm(mine)
     y.backward(upstream)
     tolerance = 1e-5 if dtype is torch.float32 else 2 * BF16_EPS
@@ -317,61 +315,17 @@ def test_norm_equals_transformers(dtype: torch.dtype) -> None:
     assert norm.weight.grad is None
 
 
-LLAMA_3_1 = RopeScaling(8.0, 1.0, 4.0, 8192)
-
-
-@pytest.mark.parametrize("scaling", [None, LLAMA_3_1], ids=["default", "llama3"])
-@pytest.mark.parametrize("head_dim", [8, 128])
-def test_rotary_equals_transformers(head_dim: int, scaling: RopeScaling | None) -> None:
-    """Rotated queries and keys are those of LlamaRotaryEmbedding, at positions that start again and at far ones."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-    spec = replace(SPEC, head_dim=head_dim, rope_theta=500000.0, rope_scaling=scaling)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 500000.0}
-    if scaling is not None:
-        rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        rope["original_max_position_embeddings"] = 8192
-    config = LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 5000], [0, 1, 0, 1, 0, 8191, 8192, 131071]]).t()
-    theirs = LlamaRotaryEmbedding(config)
-    torch.testing.assert_close(inverse_frequencies(spec), theirs.inv_freq, rtol=1e-6, atol=0)
-
-    q, k = random(8, 2, 4, head_dim), random(8, 2, 2, head_dim, seed=1)
-    cos, sin = theirs(q, positions.t())
-    expected = apply_rotary_pos_emb(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), cos, sin)
-    rotation = make_rotation(theirs.inv_freq, positions, torch.float32)
-    for ours, whole in zip((rotation(q), rotation(k)), expected, strict=True):
-        assert torch.equal(ours.permute(1, 2, 0, 3), whole)
-    assert make_rotation(theirs.inv_freq, positions, torch.bfloat16).cos.dtype is torch.bfloat16
-
-
-@given(offset=st.integers(0, 1000), distance=st.integers(0, 50))
-def test_rotary_is_relative(offset: int, distance: int) -> None:
-    """The product of a rotated query and a rotated key depends on how far apart they are, not on where."""
-    frequencies = inverse_frequencies(SPEC).double()
-    q, k = random(1, 1, 1, 8).double(), random(1, 1, 1, 8, seed=1).double()
-
-    def product(at_q: int, at_k: int) -> Tensor:
-        # Angles in float64: float32's would be rounded by 1e-4 at position 1000.
-        angles = [torch.cat((p * frequencies, p * frequencies)).view(1, 1, 1, 8) for p in (at_q, at_k)]
-        rotated = [Rotation(a.cos(), a.sin())(t) for a, t in zip(angles, (q, k), strict=True)]
-        return (rotated[0] * rotated[1]).sum()
-
-    torch.testing.assert_close(product(offset + distance, offset), product(distance, 0), rtol=1e-9, atol=1e-9)
-
-
 def test_mlp_equals_transformers() -> None:
     """SwiGLU's output and all its gradients are those of LlamaMLP."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    theirs = LlamaMLP(LlamaConfig(hidden_size=HIDDEN, intermediate_size=WIDE))
+    theirs = LlamaMLP(LlamaConfig(hidden_size=HIDDEN, intermediate_size=WIDE, num_attention_heads=2))
     ours = SwiGLU(HIDDEN, WIDE, TensorParallel(), recompute=False)
     ours.gate_up_proj.weight.data.copy_(torch.cat((theirs.gate_proj.weight, theirs.up_proj.weight)))
     ours.down_proj.weight.data.copy_(theirs.down_proj.weight)
     x, upstream = random(SEQ, BATCH, HIDDEN), random(SEQ, BATCH, HIDDEN, seed=1)
-    whole, mine = x.clone().requires_grad_(), x.clone().requires_grad_()
+    whole, mine = leaf(x), leaf(x)
     expected = theirs(whole)
     expected.backward(upstream)
     y = ours(ours.gate_up_proj(mine))
@@ -386,64 +340,3 @@ def test_mlp_equals_transformers() -> None:
 def test_swiglu_gradient_is_its_derivative() -> None:
     """The hand-written backward of `silu(gate) * up` agrees with finite differences."""
     assert torch.autograd.gradcheck(swiglu, random(3, 2, 10).double().requires_grad_())
-
-
-# --- attention --------------------------------------------------------------------------------------------------------
-
-
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one document by its definition; `[seq, heads, head_dim]`, each query group with its key."""
-    seq, heads, head_dim = q.shape
-    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / head_dim**0.5
-    scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-
-
-def documents_of(lengths: list[list[int]]) -> Documents:
-    """Documents of given lengths, one list a sequence."""
-    ids = torch.stack([torch.cat([torch.full((n,), i) for i, n in enumerate(row)]) for row in lengths], dim=1)
-    flat = [0, *(n for row in lengths for n in row)]
-    return Documents(ids, torch.tensor(flat).cumsum(0, torch.int32), max(flat))
-
-
-@settings(max_examples=25)
-@given(data=st.data(), heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]), batch=st.integers(1, 2))
-def test_packed_attention_is_each_documents_own(data: st.DataObject, heads: tuple[int, int], batch: int) -> None:
-    """Outputs and gradients of packed documents are those of each document alone, grouped heads included."""
-    seq, (num_heads, kv_heads) = 12, heads
-    cuts = [sorted(data.draw(st.sets(st.integers(1, seq - 1), max_size=4))) for _ in range(batch)]
-    lengths = [[b - a for a, b in zip([0, *row], [*row, seq], strict=True)] for row in cuts]
-    plain = all(len(row) == 1 for row in lengths) and data.draw(st.booleans())
-    inputs = [random(seq, batch, n, 8, seed=n).requires_grad_() for n in (num_heads, kv_heads)]
-    inputs.append(random(seq, batch, kv_heads, 8, seed=9).requires_grad_())
-    upstream = random(seq, batch, num_heads, 8, seed=5)
-
-    out = attend(*inputs, None if plain else documents_of(lengths), AttentionKernel())
-    ours = torch.autograd.grad(out, inputs, upstream)
-    expected = torch.stack(
-        [
-            torch.cat([softmax_attention(*parts) for parts in zip(*(t[:, b].split(row) for t in inputs), strict=True)])
-            for b, row in enumerate(lengths)
-        ],
-        dim=1,
-    )
-    near(out, expected)
-    for mine, theirs in zip(ours, torch.autograd.grad(expected, inputs, upstream), strict=True):
-        near(mine, theirs)
-
-
-def test_mask_keeps_documents_apart() -> None:
-    """A query may see a key of its own document up to itself: lower triangles along the diagonal."""
-    mask = block_causal_mask(documents_of([[2, 1], [1, 2]]))
-    assert mask[0, 0].tolist() == [[True, False, False], [True, True, False], [False, False, True]]
-    assert mask[1, 0].tolist() == [[True, False, False], [False, True, False], [False, True, True]]
-
-
-def test_kernel_is_the_one_asked_for() -> None:
-    """On a GPU `auto` allows every kernel, fastest first, and a name allows that one alone; the CPU has no choice."""
-    gpu = torch.device("cuda")
-    assert choose_kernel("auto", gpu).backends == tuple(BACKENDS.values())
-    for name in BACKENDS:
-        assert choose_kernel(name, gpu) == AttentionKernel(name, (BACKENDS[name],))
-    assert choose_kernel("flash", torch.device("cpu")).backends == ()

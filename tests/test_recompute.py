@@ -32,24 +32,29 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def storages(values: Any) -> list[tuple[StorageWeakRef, int]]:
+    """The memory of every tensor in a tree of values, with its size in bytes."""
+    held = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
+    return [(StorageWeakRef(storage), storage.nbytes()) for storage in held]
+
+
 class Allocated(TorchDispatchMode):
     """Every storage that is made inside, and how many bytes of them are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: dict[StorageWeakRef, int] = {}
+        self.made: dict[StorageWeakRef, int] = {}
+        self.given: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.given |= {ref for ref, _ in storages((args, kwargs)) if ref not in self.made}
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.storages[StorageWeakRef(storage)] = storage.nbytes()
+        self.made |= {ref: nbytes for ref, nbytes in storages(result) if ref not in self.given}
         return result
 
     def alive_bytes(self) -> int:
         gc.collect()
-        return sum(nbytes for storage, nbytes in self.storages.items() if not storage.expired())
+        return sum(nbytes for ref, nbytes in self.made.items() if not ref.expired())
 
 
 def kept_bytes(tokens: int, tp: int, sequence_parallel: bool, recompute: tuple[str, ...]) -> int:

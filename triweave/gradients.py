@@ -31,7 +31,7 @@ class WeightGradients:
 
     @contextmanager
     def deferring(self) -> Iterator[list[Work]]:
-        """Collect submitted work instead of running it; the list is the caller's to run, in order."""
+        """Collect submitted work instead of running it; the list is the caller's to run, in order and without grad."""
         collected: list[Work] = []
         self._deferred = collected
         try:

@@ -23,14 +23,17 @@ from contract import Batch, Difference, Layout, Result, difference
 from megatron_oracle import GRADIENT_TOLERANCE, LOSS_TOLERANCE, megatron_result
 from megatron_rank import Fault
 from transformers_reference import transformers_result
+from triweave_result import triweave_result
 
 System = Callable[[Layout, Path, Batch], Result]
 """Computes one forward and backward over the batch on its own processes, float32, and ends within `TIMEOUT` seconds."""
 
 TIMEOUT = 240.0
-SYSTEMS: dict[str, System] = {"megatron-core": partial(megatron_result, timeout=TIMEOUT)}
-"""Every system that is compared. Adding one is a line here: `"triweave": triweave_result`, with
-`triweave_result(layout: Layout, model_dir: Path, batch: Batch) -> Result` from a file of its own in this folder."""
+SYSTEMS: dict[str, System] = {
+    "megatron-core": partial(megatron_result, timeout=TIMEOUT),
+    "triweave": triweave_result,
+}
+"""Every system that is compared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,14 +62,12 @@ def _section(schema: type, node: Section, key: str, unknown: UnknownKeys, proble
     for field in fields(schema):
         if field.name in values or field.name in meant or default_of(field) is not MISSING:
             continue
-        values[field.name] = WRONG
-        path = join(key, field.name)
-        if is_dataclass(hints[field.name]):
-            convert(hints[field.name], Section(node.where), path, unknown, problems)
+        path, kind = join(key, field.name), hints[field.name]
+        if is_dataclass(kind):
+            values[field.name] = convert(kind, Section(node.where), path, unknown, problems)
         else:
-            problems.append(
-                Problem(path, None, f"is missing: it must be {wanted(hints[field.name])}", None, node.where)
-            )
+            values[field.name] = WRONG
+            problems.append(Problem(path, None, f"is missing: it must be {wanted(kind)}", None, node.where))
     return WRONG if meant or any(value is WRONG for value in values.values()) else schema(**values)
 
 

@@ -1,0 +1,132 @@
+"""Attention and rotary embedding: against transformers, against the definition, and document by document."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from triweave.layers.attention import (
+    BACKENDS,
+    AttentionKernel,
+    Documents,
+    attend,
+    block_causal_mask,
+    choose_kernel,
+)
+from triweave.layers.rotary import Rotation, inverse_frequencies, make_rotation
+from triweave.model_spec import ModelSpec, RopeScaling
+
+SPEC = ModelSpec(300, 64, 96, 1, 8, 4, 8)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers that follow the seed alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+LLAMA_3_1 = RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA_3_1], ids=["default", "llama3"])
+@pytest.mark.parametrize("head_dim", [8, 128])
+def test_rotary_equals_transformers(head_dim: int, scaling: RopeScaling | None) -> None:
+    """Rotated queries and keys are those of LlamaRotaryEmbedding, at positions that start again and at far ones."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    spec = replace(SPEC, head_dim=head_dim, rope_theta=500000.0, rope_scaling=scaling)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 500000.0}
+    if scaling is not None:
+        rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope["original_max_position_embeddings"] = 8192
+    config = LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 5000], [0, 1, 0, 1, 0, 8191, 8192, 131071]]).t()
+    theirs = LlamaRotaryEmbedding(config)
+    torch.testing.assert_close(inverse_frequencies(spec), theirs.inv_freq, rtol=1e-6, atol=0)
+
+    q, k = random(8, 2, 4, head_dim), random(8, 2, 2, head_dim, seed=1)
+    cos, sin = theirs(q, positions.t())
+    expected = apply_rotary_pos_emb(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), cos, sin)
+    rotation = make_rotation(theirs.inv_freq, positions, torch.float32)
+    for ours, whole in zip((rotation(q), rotation(k)), expected, strict=True):
+        assert torch.equal(ours.permute(1, 2, 0, 3), whole)
+    assert make_rotation(theirs.inv_freq, positions, torch.bfloat16).cos.dtype is torch.bfloat16
+
+
+@given(offset=st.integers(0, 1000), distance=st.integers(0, 50))
+def test_rotary_is_relative(offset: int, distance: int) -> None:
+    """The product of a rotated query and a rotated key depends on how far apart they are, not on where."""
+    frequencies = inverse_frequencies(SPEC).double()
+    q, k = random(1, 1, 1, 8).double(), random(1, 1, 1, 8, seed=1).double()
+
+    def product(at_q: int, at_k: int) -> Tensor:
+        # Angles in float64: float32's would be rounded by 1e-4 at position 1000.
+        angles = [torch.cat((p * frequencies, p * frequencies)).view(1, 1, 1, 8) for p in (at_q, at_k)]
+        rotated = [Rotation(a.cos(), a.sin())(t) for a, t in zip(angles, (q, k), strict=True)]
+        return (rotated[0] * rotated[1]).sum()
+
+    torch.testing.assert_close(product(offset + distance, offset), product(distance, 0), rtol=1e-9, atol=1e-9)
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one document by its definition; `[seq, heads, head_dim]`, each query group with its key."""
+    seq, heads, head_dim = q.shape
+    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / head_dim**0.5
+    scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def documents_of(lengths: list[list[int]]) -> Documents:
+    """Documents of given lengths, one list a sequence."""
+    ids = torch.stack([torch.cat([torch.full((n,), i) for i, n in enumerate(row)]) for row in lengths], dim=1)
+    flat = [0, *(n for row in lengths for n in row)]
+    return Documents(ids, torch.tensor(flat).cumsum(0, dtype=torch.int32), max(flat))
+
+
+@settings(max_examples=15)
+@given(data=st.data(), heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]), batch=st.integers(1, 2))
+def test_packed_attention_is_each_documents_own(data: st.DataObject, heads: tuple[int, int], batch: int) -> None:
+    """Outputs and gradients of packed documents are those of each document alone, grouped heads included."""
+    seq, (num_heads, kv_heads) = 12, heads
+    cuts = [sorted(data.draw(st.sets(st.integers(1, seq - 1), max_size=4))) for _ in range(batch)]
+    lengths = [[b - a for a, b in zip([0, *row], [*row, seq], strict=True)] for row in cuts]
+    plain = all(len(row) == 1 for row in lengths) and data.draw(st.booleans())
+    inputs = [random(seq, batch, n, 8, seed=n).requires_grad_() for n in (num_heads, kv_heads)]
+    inputs.append(random(seq, batch, kv_heads, 8, seed=9).requires_grad_())
+    upstream = random(seq, batch, num_heads, 8, seed=5)
+
+    out = attend(*inputs, None if plain else documents_of(lengths), AttentionKernel())
+    ours = torch.autograd.grad(out, inputs, upstream)
+    expected = torch.stack(
+        [
+            torch.cat([softmax_attention(*parts) for parts in zip(*(t[:, b].split(row) for t in inputs), strict=True)])
+            for b, row in enumerate(lengths)
+        ],
+        dim=1,
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(ours, torch.autograd.grad(expected, inputs, upstream), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_mask_keeps_documents_apart() -> None:
+    """A query may see a key of its own document up to itself: lower triangles along the diagonal."""
+    mask = block_causal_mask(documents_of([[2, 1], [1, 2]]))
+    assert mask[0, 0].tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+    assert mask[1, 0].tolist() == [[True, False, False], [False, True, False], [False, True, True]]
+
+
+def test_kernel_is_the_one_asked_for() -> None:
+    """On a GPU `auto` allows every kernel, fastest first, and a name allows that one alone; the CPU has no choice."""
+    gpu = torch.device("cuda")
+    assert choose_kernel("auto", gpu).backends == tuple(BACKENDS.values())
+    for name in BACKENDS:
+        assert choose_kernel(name, gpu) == AttentionKernel(name, (BACKENDS[name],))
+    assert choose_kernel("flash", torch.device("cpu")).backends == ()
