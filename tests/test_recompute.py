@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
+from allocations import Allocated
 from ranks import Ranks
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from triweave.gradients import main_grad
 from triweave.groups import Group
@@ -30,31 +27,6 @@ SPEC = ModelSpec(300, 64, 96, 1, 8, 4, 8)
 def random(*shape: int, seed: int) -> Tensor:
     """The same numbers on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def storages(values: Any) -> list[tuple[StorageWeakRef, int]]:
-    """The memory of every tensor in a tree of values, with its size in bytes."""
-    held = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
-    return [(StorageWeakRef(storage), storage.nbytes()) for storage in held]
-
-
-class Allocated(TorchDispatchMode):
-    """Every storage that is made inside, and how many bytes of them are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[StorageWeakRef, int] = {}
-        self.given: set[StorageWeakRef] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.given |= {ref for ref, _ in storages((args, kwargs)) if ref not in self.made}
-        result = func(*args, **(kwargs or {}))
-        self.made |= {ref: nbytes for ref, nbytes in storages(result) if ref not in self.given}
-        return result
-
-    def alive_bytes(self) -> int:
-        gc.collect()
-        return sum(nbytes for ref, nbytes in self.made.items() if not ref.expired())
 
 
 def kept_bytes(tokens: int, tp: int, sequence_parallel: bool, recompute: tuple[str, ...]) -> int:

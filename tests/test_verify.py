@@ -59,17 +59,18 @@ def test_planted_fault_is_named(
     assert verdict.first_difference == named
 
 
+OUTPUTS = {"model.embed_tokens": 0.0, "model.layers.0.mlp": 0.0, "lm_head": 0.0}
+GRADIENTS = {"model.layers.10.mlp.up_proj.weight": 0.0, "model.layers.2.mlp.up_proj.weight": 0.0}
+
+
 class TestJudge:
     """The order in which differences are named."""
 
-    outputs = {"model.embed_tokens": 0.0, "model.layers.0.mlp": 0.0, "lm_head": 0.0}
-    gradients = {"model.layers.10.mlp.up_proj.weight": 0.0, "model.layers.2.mlp.up_proj.weight": 0.0}
-
-    def verdict(self, **changed: object):  # noqa: ANN201
+    def verdict(self, **changed: object):
         """A verdict in which only what is given is wrong."""
         loss = changed.get("loss", 1.0)
-        outputs = {**self.outputs, **changed.get("outputs", {})}
-        gradients = {**self.gradients, **changed.get("gradients", {})}
+        outputs = {**OUTPUTS, **changed.get("outputs", {})}
+        gradients = {**GRADIENTS, **changed.get("gradients", {})}
         return judge(1.0, loss, outputs, gradients, 11, Tolerance())
 
     def test_equal(self) -> None:
@@ -83,7 +84,7 @@ class TestJudge:
 
     def test_layers_in_numerical_order(self) -> None:
         """Layer 2 comes before layer 10."""
-        wrong = dict.fromkeys(self.gradients, 1.0)
+        wrong = dict.fromkeys(GRADIENTS, 1.0)
         assert self.verdict(gradients=wrong).first_difference == "model.layers.2.mlp.up_proj.weight"
 
     @pytest.mark.parametrize("where", ["outputs", "gradients", "loss"])

@@ -279,6 +279,8 @@ def place_parameters(stage: nn.Module, units: Iterable[Unit]) -> None:
             if id(old) in made:
                 setattr(module, name, made[id(old)])
                 continue
+            if f"{path}.{name}" not in expected:
+                raise RuntimeError(f"{path}.{name} is not in the plan")
             unit, parameter = expected.pop(f"{path}.{name}")
             if tuple(old.shape) != parameter.shape:
                 raise RuntimeError(f"{path}.{name} has shape {tuple(old.shape)}, its plan says {parameter.shape}")

@@ -1,4 +1,4 @@
-"""triweave itself, as one of the compared systems: its engine on gloo ranks, loss and gradients by Hugging Face name."""
+"""triweave as one of the compared systems: its engine on gloo ranks, loss and gradients by Hugging Face name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from triweave.llama import StageInput
 from triweave.model_spec import spec_from_folder
 from triweave.training import step as steps
 from triweave.training.engine import build_engine
-from triweave.training.processes import Process, process_group, run_ranks
+from triweave.training.process import Process
+from triweave.training.processes import process_group, run_ranks
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,11 @@ def train(run_file: Path, *overrides: Overrides, nproc: Nproc = None) -> int:
         overrides: Keys of the run file with new values.
         nproc: Ranks to start on this host; left out, as many as the layout has.
     """
-    from triweave.training.loop import train as train_rank
-    from triweave.training.start import start
+    from triweave.training.start import Job, start
 
-    return start(run_file, overrides, nproc, train_rank)
+    def job() -> Job:
+        from triweave.training.loop import train as train_rank
+
+        return Job(train_rank)
+
+    return start(run_file, overrides, nproc, job)

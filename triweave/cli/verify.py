@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 from triweave.cli.options import Json, Nproc, Overrides
+from triweave.config.schema import Run
 
 
 def verify(
@@ -28,14 +30,17 @@ def verify(
         nproc: Ranks to start on this host; left out, as many as the layout has.
         json: Print one JSON document.
     """
-    from triweave.training.start import start
-    from triweave.verify.run import small_batch, verify_rank, write_references
+    from triweave.training.start import Job, start
 
-    return start(
-        run_file,
-        overrides,
-        nproc,
-        functools.partial(verify_rank, json),
-        adjust=small_batch,
-        before_ranks=write_references,
-    )
+    def job() -> Job:
+        from triweave.verify.run import verify_rank, write_references
+
+        return Job(functools.partial(verify_rank, json), write_references)
+
+    return start(run_file, overrides, nproc, job, adjust=small_batch)
+
+
+def small_batch(run: Run, dp: int) -> Run:
+    """The run with the smallest global batch that fills its pipeline: what one process can compute too."""
+    layout = run.layout
+    return replace(run, train=replace(run.train, global_batch=dp * layout.micro_batch * max(2, layout.pp)))

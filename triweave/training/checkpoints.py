@@ -15,17 +15,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from triweave import __version__
+from triweave.checkpoint.metadata_file import CheckpointReader
 from triweave.checkpoint.slices import Rectangle, Slices, SlicesLoadPlanner, SlicesSavePlanner, rectangles
 from triweave.errors import InputError, Problem
+from triweave.model_spec import ModelSpec
 from triweave.training.engine import Engine
 from triweave.training.optimizer import Part
 
 PROGRESS_FILE = "progress.json"
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+"""What is saved of each tensor: the float32 master and Adam's two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +75,25 @@ def save_checkpoint(folder: Path, engine: Engine, progress: RunProgress, keep: i
 
 
 def load_checkpoint(folder: Path, engine: Engine) -> RunProgress:
-    """Bring weights and optimizer back to where `folder` was written. All ranks call it together."""
+    """Bring weights and optimizer back to where `folder` was written. All ranks call it together.
+
+    Raises:
+        InputError: the folder is no checkpoint, or that of another model, or damaged.
+    """
     progress = read_progress(folder)
-    with _quiet():
-        load(
-            _state(engine),
-            storage_reader=FileSystemReader(folder),
-            planner=SlicesLoadPlanner(),
-            no_dist=engine.groups.world.size == 1,
-        )
+    reader = CheckpointReader(folder)
+    _check_model(reader.read_metadata(), engine.spec, folder)
+    try:
+        with _quiet():
+            load(
+                _state(engine),
+                storage_reader=reader,
+                planner=SlicesLoadPlanner(),
+                no_dist=engine.groups.world.size == 1,
+            )
+    except CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise InputError(Problem("resume", folder, f"is a damaged checkpoint ({first})")) from None
     for _, moments in engine.optimizer.states():
         moments["step"].fill_(progress.step)
     engine.sharding.publish()
@@ -103,6 +119,20 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found) if (path / PROGRESS_FILE).is_file()]
 
 
+def _check_model(saved: Metadata, spec: ModelSpec, folder: Path) -> None:
+    """Refuse the checkpoint of another model: one that is larger would be loaded in part."""
+    there = {
+        name: list(entry.size)
+        for name, entry in saved.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    here = {f"{kind}.{tensor.name}": list(tensor.shape) for kind in KINDS for tensor in spec.tensors()}
+    for name in (*here, *there):
+        if there.get(name) != here.get(name):
+            rule = f"holds another model: {name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+            raise InputError(Problem("resume", folder, rule))
+
+
 def _step_of(path: Path) -> re.Match[str] | None:
     return re.fullmatch(r"step-(\d+)", path.name)
 
@@ -111,8 +141,8 @@ def _state(engine: Engine) -> dict[str, Slices]:
     """Master weights and both moments under Hugging Face names, as this rank holds them."""
     parts: dict[str, tuple[tuple[int, ...], list[Rectangle]]] = {}
     for part, moments in engine.optimizer.states():
-        values = {"weight": part.parameter.data, "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
-        for kind, flat in values.items():
+        values = (part.parameter.data, moments["exp_avg"], moments["exp_avg_sq"])
+        for kind, flat in zip(KINDS, values, strict=True):
             for name, shape, rectangle in _rectangles_of(part, flat):
                 parts.setdefault(f"{kind}.{name}", (shape, []))[1].append(rectangle)
     return {key: Slices(shape, held) for key, (shape, held) in parts.items()}

@@ -33,7 +33,8 @@ from triweave.training.metrics import (
     device_peak_flops,
     peak_memory,
 )
-from triweave.training.processes import Process, choose_device, process_group
+from triweave.training.process import Process
+from triweave.training.processes import choose_device, process_group
 from triweave.training.step import evaluate_step, train_step
 
 

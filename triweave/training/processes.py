@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is, which device it takes, and how ranks are started on one host."""
+"""The ranks of a run: which device each takes, their process group, and how they are started on one host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,38 +21,10 @@ import torch.distributed as dist
 
 from triweave.config.schema import RuntimeConfig
 from triweave.errors import InputError, Problem, TriweaveError
+from triweave.training.process import Process
 
 GRACE_S = 5.0
 """Time that ranks get to end by themselves after another has failed, before they are killed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """This process among the ranks of a run."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    init_method: str = "env://"
-    """Where the ranks find each other, as `torch.distributed` takes it."""
-
-
-def started_by_launcher() -> Process | None:
-    """What torchrun (or another launcher that sets the same variables) says of this process; None without one.
-
-    Raises:
-        InputError: only some of the variables are set.
-    """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    if "RANK" not in found and "WORLD_SIZE" not in found:
-        return None
-    if missing := [name for name in names if name not in found]:
-        rule = f"lacks {', '.join(missing)}; torchrun sets all four"
-        raise InputError(Problem("environment", ", ".join(found), rule))
-    rank, world_size, local_rank, local_world_size = (int(found[name]) for name in names)
-    return Process(rank, world_size, local_rank, local_world_size)
 
 
 def choose_device(config: RuntimeConfig, process: Process) -> torch.device:

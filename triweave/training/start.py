@@ -1,33 +1,47 @@
-"""From a run file to validated ranks with their data prepared: what `train`, `verify` and `demo` share."""
+"""From a run file to ranks at work: what `train`, `verify` and `demo` share.
+
+Everything that can be wrong with a run is found before torch is imported, let alone a process group made.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from triweave.cluster import parse_cluster
 from triweave.config.load import load_run
 from triweave.config.schema import Run
 from triweave.config.validate import ResolvedRun, validate
-from triweave.data.cache import PreparedData, prepare
 from triweave.errors import InputError, Problem
-from triweave.training.processes import Process, run_ranks, started_by_launcher
+from triweave.training.process import started_by_launcher
 
-RankFunction = Callable[[ResolvedRun, PreparedData, Process], int]
+if TYPE_CHECKING:
+    from triweave.data.cache import PreparedData
+    from triweave.training.process import Process
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to do with a run that is in order."""
+
+    rank: Callable[[ResolvedRun, PreparedData, Process], int]
+    """What each rank does; returns its exit code."""
+    before: Callable[[ResolvedRun, PreparedData], None] = lambda resolved, prepared: None
+    """Work of one process before the ranks meet."""
 
 
 def start(
     run_file: Path,
     overrides: Sequence[str],
     nproc: int | None,
-    function: RankFunction,
-    *,
-    adjust: Callable[[Run, int], Run] = lambda run, _: run,
-    before_ranks: Callable[[ResolvedRun, PreparedData], None] = lambda resolved, prepared: None,
+    job: Callable[[], Job],
+    adjust: Callable[[Run, int], Run] = lambda run, dp: run,
 ) -> int:
-    """Check a run, prepare its data, and run `function` on every rank; returns the exit code.
+    """Check a run, prepare its data, and do a job on every rank; returns the exit code.
 
     Under torchrun this process is one rank; otherwise it starts `nproc` ranks, or as many as the layout has.
 
@@ -35,9 +49,8 @@ def start(
         run_file: the YAML file.
         overrides: words of the command line that change its keys.
         nproc: ranks to start on this host; None takes what the layout says.
-        function: what each rank does.
+        job: imports and gives the job, once the run is in order.
         adjust: changes the run, told its data-parallel size, before it is checked for good.
-        before_ranks: work of one process before the ranks meet.
 
     Raises:
         InputError: something is wrong with the run, or the ranks cannot be started here.
@@ -50,13 +63,18 @@ def start(
     per_node = launched.local_world_size if launched else None
     first = validate(run, world_size=world_size, gpus_per_node=per_node)
     resolved = validate(adjust(run, first.layout.dp), world_size=world_size, gpus_per_node=per_node)
+
+    from triweave.data.cache import prepare
+    from triweave.training.processes import run_ranks
+
     speaks = launched is None or launched.local_rank == 0
     prepared = prepare(resolved.run, resolved.spec.vocab_size, _progress if speaks else None)
+    todo = job()
     if launched is None or launched.rank == 0:
-        before_ranks(resolved, prepared)
+        todo.before(resolved, prepared)
     if launched is not None:
-        return function(resolved, prepared, launched)
-    return run_ranks(world_size, functools.partial(function, resolved, prepared))
+        return todo.rank(resolved, prepared, launched)
+    return run_ranks(world_size, functools.partial(todo.rank, resolved, prepared))
 
 
 def ranks_to_start(run: Run, nproc: int | None) -> int:
@@ -81,7 +99,7 @@ def ranks_to_start(run: Run, nproc: int | None) -> int:
 
 
 def _progress(what: str, count: int) -> None:
-    """A line now and then; a carriage return only where there is a terminal."""
+    """Tell how far the data is: on one line that is written over, or a line each where there is no terminal."""
     text = f"preparing data: {what} {count:,}"
     if sys.stderr.isatty():
         print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)

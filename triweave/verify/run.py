@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from triweave.config.schema import Run
 from triweave.config.validate import ResolvedRun
 from triweave.data.batch import make_micro_batch
 from triweave.data.cache import PreparedData
 from triweave.data.sampler import sequence_ids
 from triweave.training.batches import batch_of, stage_input
 from triweave.training.engine import DTYPES, build_engine
-from triweave.training.processes import Process, choose_device, process_group
+from triweave.training.process import Process
+from triweave.training.processes import choose_device, process_group
 from triweave.verify.compare import Tolerance, Verdict, compare_with_reference, tolerance_for
 from triweave.verify.reference import Reference, Sample, compute_reference
 
 REFERENCE_FILE = "reference.json"
-
-
-def small_batch(run: Run, dp: int) -> Run:
-    """The run with the smallest global batch that fills its pipeline: what one process can compute too."""
-    layout = run.layout
-    return replace(run, train=replace(run.train, global_batch=dp * layout.micro_batch * max(2, layout.pp)))
 
 
 def reference_samples(resolved: ResolvedRun, prepared: PreparedData) -> list[Sample]:

@@ -1,0 +1,1 @@
+"""What a layout costs: memory, time, search, explanation."""

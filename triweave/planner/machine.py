@@ -1,0 +1,178 @@
+"""What one kind of GPU and its links have been measured to do: the numbers that time is made of.
+
+Only measurements and datasheets live here, each with its source; how they combine is in the `time_*` modules.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import exp, log
+from types import MappingProxyType
+
+from triweave.errors import InputError, Problem, closest
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of one all-reduce by bytes of the whole tensor, measured; between points straight in logarithms.
+
+    Beyond the largest point the last bandwidth holds; below the smallest the smallest time does (latency).
+    """
+
+    bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, size: float) -> float:
+        """Seconds for `size` bytes."""
+        if size <= self.bytes[0]:
+            return self.seconds[0]
+        if size >= self.bytes[-1]:
+            return self.seconds[-1] * size / self.bytes[-1]
+        i = bisect_left(self.bytes, size)
+        share = log(size / self.bytes[i - 1]) / log(self.bytes[i] / self.bytes[i - 1])
+        return self.seconds[i - 1] * exp(share * log(self.seconds[i] / self.seconds[i - 1]))
+
+
+def curve_from_bus_bandwidth(ranks: int, points: tuple[tuple[float, float], ...]) -> Curve:
+    """A curve from `(MiB, bus GB/s)` as NCCL's own tests print it: bus = bytes / time x 2(n - 1)/n."""
+    factor = 2 * (ranks - 1) / ranks
+    return Curve(
+        tuple(mib * MIB for mib, _ in points),
+        tuple(mib * MIB * factor / (bus * 1e9) for mib, bus in points),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """One measured product `[m, k] x [k, n]` in bf16."""
+
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of GPU in a node of its kind, in FLOP/s, bytes/s and seconds."""
+
+    name: str
+    peak_bf16: float
+    peak_fp8: float | None
+    sms: int
+    matmul_ceiling: float
+    """Share of `peak_bf16` that the best large product reaches in back-to-back training on random data."""
+    fp8_ceiling: float
+    hbm_bytes_per_s: float
+    """What a large copy reaches, read plus write."""
+    hbm_kernel_share: float
+    """Share of that which element-wise kernels reach."""
+    nvlink_all_reduce: Mapping[int, Curve]
+    """Measured all-reduce curves inside a node, by ranks."""
+    nic_bytes_per_s: float
+    """One GPU's share of its node's network, one direction."""
+    nic_efficiency: float = 0.8
+    nic_latency_s: float = 10e-6
+    launch_s: float = 4e-6
+    """Host time for one kernel of eager PyTorch."""
+    matmuls: tuple[Matmul, ...] = field(default=())
+
+    @property
+    def hbm_kernel_bytes_per_s(self) -> float:
+        """Bytes a second that element-wise kernels move."""
+        return self.hbm_bytes_per_s * self.hbm_kernel_share
+
+
+# All-reduce on A100 NVLink: vTrain's NCCL table (MICRO'24): points at 1 to 64 MiB, and its fit above 32 MB.
+_A100_8 = Curve((MIB, 4 * MIB, 16 * MIB, 64 * MIB, 1024 * MIB), (93e-6, 96e-6, 232e-6, 580e-6, 8.21e-3))
+_A100_4 = Curve((MIB, 4 * MIB, 16 * MIB, 64 * MIB, 1024 * MIB), (80e-6, 85e-6, 220e-6, 574e-6, 7.28e-3))
+_A100_2 = Curve((MIB, 4 * MIB, 16 * MIB, 64 * MIB, 1024 * MIB), (60e-6, 70e-6, 190e-6, 447e-6, 5.51e-3))
+
+# Hopper: eight GPUs of an H200 node with NVLS (planning notes 2.7); two GPUs without it, measured for this project.
+_H_8 = curve_from_bus_bandwidth(8, ((1, 40), (4, 107), (16, 220), (64, 347), (256, 436), (1024, 464), (16384, 482)))
+_H_4 = curve_from_bus_bandwidth(4, ((1, 35), (4, 80), (16, 185), (64, 290), (256, 360), (1024, 390)))
+_H_2 = curve_from_bus_bandwidth(2, ((1, 27), (4, 49), (16, 144), (64, 220), (256, 286), (1024, 327)))
+
+# Blackwell: planning notes 2.7 (64 MiB and 1 GiB measured in one node); smaller sizes by the H200 node's shape.
+_B_8 = curve_from_bus_bandwidth(8, ((1, 45), (4, 120), (16, 250), (64, 401), (256, 600), (1024, 723)))
+_B_4 = curve_from_bus_bandwidth(4, ((1, 40), (4, 95), (16, 215), (64, 350), (256, 500), (1024, 600)))
+_B_2 = curve_from_bus_bandwidth(2, ((1, 30), (4, 60), (16, 180), (64, 300), (256, 420), (1024, 520)))
+
+# F.linear in bf16 on H200, median of 12 to 20 runs on random data, measured for this project.
+_H200_MATMULS = tuple(
+    Matmul(m, n, k, ms * 1e-3)
+    for m, n, k, ms in (
+        (4096, 1280, 8192, 0.154),
+        (4096, 8192, 1024, 0.118),
+        (4096, 7168, 8192, 0.621),
+        (4096, 8192, 3584, 0.327),
+        (4096, 16032, 8192, 1.395),
+        (4096, 14336, 8192, 1.242),
+        (4096, 28672, 8192, 2.790),
+        (8192, 28672, 4096, 2.884),
+        (8192, 14336, 4096, 1.496),
+        (8192, 4096, 14336, 1.440),
+        (8192, 6144, 4096, 0.637),
+        (8192, 4096, 4096, 0.428),
+        (8192, 8192, 8192, 1.639),
+    )
+)
+
+
+def _curves(two: Curve, four: Curve, eight: Curve) -> Mapping[int, Curve]:
+    return MappingProxyType({2: two, 4: four, 8: eight})
+
+
+# Ceilings: machine-learning-engineering's best products (271, 794, 1745, 1822 TFLOP/s). Hopper's own products here
+# reach 775 for a short while and 640 to 690 once the card is at its power limit; training is the latter.
+MACHINES: Mapping[str, Machine] = MappingProxyType(
+    {
+        "a100-80gb": Machine(
+            "a100-80gb", 312e12, None, 108, 0.84, 0.0, 1.75e12, 0.85, _curves(_A100_2, _A100_4, _A100_8), 25e9
+        ),
+        "a100-40gb": Machine(
+            "a100-40gb", 312e12, None, 108, 0.84, 0.0, 1.35e12, 0.85, _curves(_A100_2, _A100_4, _A100_8), 25e9
+        ),
+        "h100-80gb": Machine(
+            "h100-80gb", 989e12, 1979e12, 132, 0.72, 0.66, 2.98e12, 0.85, _curves(_H_2, _H_4, _H_8), 50e9
+        ),
+        "h200-141gb": Machine(
+            "h200-141gb",
+            989e12,
+            1979e12,
+            132,
+            0.74,
+            0.64,
+            4.27e12,
+            0.85,
+            _curves(_H_2, _H_4, _H_8),
+            50e9,
+            matmuls=_H200_MATMULS,
+        ),
+        "b200-180gb": Machine(
+            "b200-180gb", 2250e12, 4500e12, 148, 0.74, 0.70, 7.1e12, 0.8, _curves(_B_2, _B_4, _B_8), 50e9
+        ),
+        "gb200-186gb": Machine(
+            "gb200-186gb", 2500e12, 5000e12, 148, 0.72, 0.70, 7.1e12, 0.8, _curves(_B_2, _B_4, _B_8), 50e9
+        ),
+    }
+)
+"""By the GPU names of the cluster catalogue."""
+
+
+@lru_cache(maxsize=64)
+def machine(name: str) -> Machine:
+    """The machine of a GPU name of the catalogue.
+
+    Raises:
+        InputError: nothing has been measured for that name.
+    """
+    if name not in MACHINES:
+        rule = f"has no measured speeds; known are {', '.join(MACHINES)}"
+        raise InputError(Problem("cluster", name, rule, closest(name, list(MACHINES))))
+    return MACHINES[name]

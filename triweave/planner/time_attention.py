@@ -1,0 +1,95 @@
+"""Seconds of one layer's attention between its projections, by kernel, heads and sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Literal
+
+from triweave.planner.machine import Machine
+
+AttentionName = Literal["unfused", "fused-softmax", "flash1", "triton", "flash2", "flash3", "cudnn"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlashKernel:
+    """Speed of a fused kernel: a share of bf16 peak, approached with longer sequences and more work a processor.
+
+    `share = best x s / (s + half_seq) x u / (u + half_work)`, u = batch x heads x seq / 128 / processors.
+    """
+
+    forward: float
+    backward: float
+    half_seq: float
+    half_work: float
+
+
+_AMPERE: Mapping[str, FlashKernel] = MappingProxyType(
+    {
+        # FlashAttention-2's paper (2307.08691, figures 4 to 6): causal, head size 128, A100.
+        "flash2": FlashKernel(0.66, 0.56, 600, 0.6),
+        # The same paper measures the first version at 25 to 40 % of peak.
+        "flash1": FlashKernel(0.40, 0.35, 600, 0.6),
+        "triton": FlashKernel(0.40, 0.27, 600, 0.6),
+    }
+)
+_HOPPER: Mapping[str, FlashKernel] = MappingProxyType(
+    {
+        # Fitted to four shapes each, measured for this project on H200 (8 to 64 heads, sequence 4096 and 8192).
+        "cudnn": FlashKernel(0.746, 0.55, 800, 1.8),
+        "flash3": FlashKernel(0.72, 0.53, 800, 1.8),
+        "flash2": FlashKernel(0.35, 0.30, 300, 1.8),
+        "flash1": FlashKernel(0.20, 0.17, 300, 1.8),
+        "triton": FlashKernel(0.20, 0.15, 300, 1.8),
+    }
+)
+_BLACKWELL: Mapping[str, FlashKernel] = MappingProxyType(
+    {
+        "cudnn": FlashKernel(0.62, 0.42, 800, 3.0),
+        "flash3": FlashKernel(0.62, 0.42, 800, 3.0),
+        "flash2": FlashKernel(0.17, 0.14, 300, 1.8),
+    }
+)
+
+SCORE_BYTES: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        # Bytes moved a score where the scores exist in memory, forward and backward.
+        # Megatron's fused softmax: product written 2, softmax 2 + 2, read again 2; backward 2, 4 + 2, 2 + 2 and 2.
+        "fused-softmax": (8.0, 14.0),
+        # Plain PyTorch: scale 4, mask 4, to float32 6, softmax 8, to bf16 6, and the two products 4.
+        "unfused": (32.0, 40.0),
+    }
+)
+
+
+@lru_cache(maxsize=65536)
+def attention_s(
+    machine: Machine, kernel: AttentionName, batch: int, seq: int, heads: int, head_dim: int
+) -> tuple[float, float]:
+    """Seconds forward and backward of causal attention over whole sequences on one rank.
+
+    Backward has 2.5 times the forward's FLOPs: four products and the scores again.
+    """
+    causal = 2.0 * batch * heads * head_dim * seq * seq
+    if kernel in SCORE_BYTES:
+        scores = float(batch * heads) * seq * seq
+        bandwidth = machine.hbm_kernel_bytes_per_s
+        # Batched products over whole scores, thin in the head: what SimuMax's tables call 0.45 to 0.5 of peak.
+        product = 2 * causal / (0.45 * machine.peak_bf16)
+        forward, backward = SCORE_BYTES[kernel]
+        return scores * forward / bandwidth + product, scores * backward / bandwidth + 2 * product
+    speed = _kernels(machine)[kernel]
+    work = batch * heads * seq / 128 / machine.sms
+    share = seq / (seq + speed.half_seq) * work / (work + speed.half_work)
+    # Narrow heads leave the matrix units waiting for exponentials.
+    share *= min(1.0, (head_dim / 128) ** 0.3)
+    rate = machine.peak_bf16 * share
+    return causal / (rate * speed.forward), 2.5 * causal / (rate * speed.backward)
+
+
+def _kernels(machine: Machine) -> Mapping[str, FlashKernel]:
+    if machine.name.startswith("a100"):
+        return _AMPERE
+    return _HOPPER if machine.name.startswith("h") else _BLACKWELL
