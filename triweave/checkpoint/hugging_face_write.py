@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from triweave.checkpoint.durable import sync as _sync
 from triweave.checkpoint.safetensors_file import SafetensorsFile
 from triweave.errors import InputError, Problem, RunFailed
 from triweave.model_spec import ModelSpec, TensorSpec, read_hf_config
@@ -222,11 +222,3 @@ def _check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(nearest_existing).free
     if free < needed:
         raise InputError(Problem("export folder", folder, f"has {free} bytes free and the weights take {needed}"))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -51,7 +51,7 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
 
-class _Unpickler(pickle.Unpickler):  # noqa: S301 - it finds only what is allowed
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from triweave import __version__
+from triweave.checkpoint.durable import sync
 from triweave.checkpoint.metadata_file import CheckpointReader
 from triweave.checkpoint.slices import Rectangle, Slices, SlicesLoadPlanner, SlicesSavePlanner, rectangles
-from triweave.errors import InputError, Problem
+from triweave.errors import InputError, Problem, RunFailed
 from triweave.model_spec import ModelSpec
 from triweave.training.engine import Engine
 from triweave.training.optimizer import Part
@@ -50,26 +51,40 @@ class RunProgress:
 
 
 def save_checkpoint(folder: Path, engine: Engine, progress: RunProgress, keep: int) -> Path:
-    """Write `folder/step-N`, then delete all but the newest `keep`. All ranks call it together."""
+    """Write `folder/step-N`, then delete all but the newest `keep`. All ranks call it together.
+
+    Raises:
+        RunFailed: the disk refuses.
+    """
     target = folder / f"step-{progress.step}"
     partial = folder / f".step-{progress.step}.partial"
-    if engine.groups.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier(engine)
-    with _quiet():
-        save(
-            _state(engine),
-            storage_writer=FileSystemWriter(partial, single_file_per_rank=True),
-            planner=SlicesSavePlanner(),
-            no_dist=engine.groups.world.size == 1,
-        )
-    if engine.groups.rank == 0:
-        (partial / PROGRESS_FILE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-        for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+    first = engine.groups.rank == 0
+    try:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        _barrier(engine)
+        with _quiet():
+            save(
+                _state(engine),
+                storage_writer=FileSystemWriter(partial, single_file_per_rank=True),
+                planner=SlicesSavePlanner(),
+                no_dist=engine.groups.world.size == 1,
+            )
+        if first:
+            (partial / PROGRESS_FILE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
+            # torch has flushed its own files.
+            sync(partial / PROGRESS_FILE)
+            sync(partial)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+            sync(folder)
+            for old in checkpoints(folder)[:-keep]:
+                shutil.rmtree(old)
+    except CheckpointException as error:
+        raise RunFailed(f"cannot save {target}: {_cause(error)}") from None
+    except OSError as error:
+        raise RunFailed(f"cannot save {target}: {error.strerror}") from None
     _barrier(engine)
     return target
 
@@ -92,8 +107,7 @@ def load_checkpoint(folder: Path, engine: Engine) -> RunProgress:
                 no_dist=engine.groups.world.size == 1,
             )
     except CheckpointException as error:
-        first, _ = next(iter(error.failures.values()))
-        raise InputError(Problem("resume", folder, f"is a damaged checkpoint ({first})")) from None
+        raise InputError(Problem("resume", folder, f"is a damaged checkpoint ({_cause(error)})")) from None
     for _, moments in engine.optimizer.states():
         moments["step"].fill_(progress.step)
     engine.sharding.publish()
@@ -129,8 +143,15 @@ def _check_model(saved: Metadata, spec: ModelSpec, folder: Path) -> None:
     here = {f"{kind}.{tensor.name}": list(tensor.shape) for kind in KINDS for tensor in spec.tensors()}
     for name in (*here, *there):
         if there.get(name) != here.get(name):
-            rule = f"holds another model: {name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+            sizes = f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+            rule = f"holds another model: {name} is {sizes}"
             raise InputError(Problem("resume", folder, rule))
+
+
+def _cause(error: CheckpointException) -> str:
+    """What the first rank that failed says."""
+    failure, _ = next(iter(error.failures.values()))
+    return str(failure) or type(failure).__name__
 
 
 def _step_of(path: Path) -> re.Match[str] | None:
