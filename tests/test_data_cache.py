@@ -216,7 +216,7 @@ def test_conversations_are_not_cut_into_pieces(tmp_path: Path) -> None:
     """The second half of a conversation would answer what it does not hold."""
     message = refusal(make_run(tmp_path, too_long="split"))
     assert message.startswith("data.too_long = split: cuts text and tokens only")
-    assert message.endswith("nearest legal value: truncate or drop")
+    assert message.endswith("nearest: truncate or drop")
 
 
 def test_bad_rows_of_all_kinds_are_named_together(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_two_formats_are_never_guessed_between() -> None:
     value = {"instruction": "Hi", "input": "", "output": "Hello", "text": "whole prompt"}
     message = refusal(value)
     assert "f:1: data.format = auto: the first record could be alpaca (instruction + output) and text (text)" in message
-    assert message.endswith("nearest legal value: alpaca or text")
+    assert message.endswith("nearest: alpaca or text")
     assert examples(value, wanted="text")[1] == [Text("whole prompt", "f:1")]
 
 

@@ -116,7 +116,7 @@ def test_histogram_counts_every_example_and_marks_seq_len(tmp_path: Path) -> Non
 def test_example_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """The range is said."""
     run = make_run(tmp_path, records())
-    with pytest.raises(InputError, match=r"example = 25: must be from 0 to 24: .* nearest legal value: 24"):
+    with pytest.raises(InputError, match=r"example = 25: must be from 0 to 24: .* nearest: 24"):
         preview(run, SPEC, example=25)
 
 

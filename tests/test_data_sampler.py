@@ -70,7 +70,7 @@ def test_order_is_a_fair_shuffle() -> None:
 
 def test_global_batch_that_does_not_divide_names_its_neighbour() -> None:
     """10 sequences over 2 ranks in micro-batches of 2: 8 or 12 would do."""
-    with pytest.raises(InputError, match=r"train.global_batch = 10: .* 2 x 2 = 4; nearest legal value: 8"):
+    with pytest.raises(InputError, match=r"train.global_batch = 10: .* 2 x 2 = 4; nearest: 8"):
         rank_slice(list(range(10)), 0, 2, 2)
 
 

@@ -93,7 +93,7 @@ def test_every_wrong_path_is_named(tmp_path: Path) -> None:
     (tmp_path / "table.xlsx").write_text("")
     (tmp_path / "empty").mkdir()
     lines = refusal(tmp_path / "chat.jsonl", tmp_path / "table.xlsx", tmp_path / "empty").splitlines()
-    assert lines[0].endswith(f"does not exist; nearest legal value: {tmp_path / 'chats.jsonl'}")
+    assert lines[0].endswith(f"does not exist; nearest: {tmp_path / 'chats.jsonl'}")
     assert "must be a .jsonl, .json, .parquet, .txt file" in lines[1]
     assert "holds no .jsonl, .json, .parquet, .txt file" in lines[2]
 
@@ -113,7 +113,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").write_bytes(b"")
-    assert "needs pyarrow to be read; nearest legal value: pip install pyarrow" in refusal(tmp_path)
+    assert "needs pyarrow to be read; nearest: pip install pyarrow" in refusal(tmp_path)
 
 
 def test_parquet_is_read(tmp_path: Path) -> None:

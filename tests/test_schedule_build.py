@@ -142,9 +142,9 @@ def test_interleaved_takes_micro_batches_in_groups() -> None:
     [
         ("1f1b", 4, 1, 3, "micro-batches of a step = 3: must be at least the 4 pipeline ranks"),
         ("gpipe", 4, 2, 8, "layout.vpp = 2: only the interleaved schedule has 2 virtual stages a rank"),
-        ("interleaved", 4, 2, 9, "must be a multiple of 4; nearest legal value: 8"),
-        ("interleaved", 4, 2, 11, "must be a multiple of 4; nearest legal value: 12"),
-        ("interleavd", 4, 2, 8, "nearest legal value: interleaved"),
+        ("interleaved", 4, 2, 9, "must be a multiple of 4; nearest: 8"),
+        ("interleaved", 4, 2, 11, "must be a multiple of 4; nearest: 12"),
+        ("interleavd", 4, 2, 8, "nearest: interleaved"),
         ("1f1b", 0, 1, 8, "layout.pp = 0: must be at least 1"),
     ],
 )

@@ -24,7 +24,7 @@ class Problem:
     """One wrong input: which key, what it holds, the rule with both numbers, the nearest legal value.
 
     >>> print(Problem("layout.tp", 4, "must divide the 9 attention heads", nearest="3"))
-    layout.tp = 4: must divide the 9 attention heads; nearest legal value: 3
+    layout.tp = 4: must divide the 9 attention heads; nearest: 3
     """
 
     key: str
@@ -37,7 +37,7 @@ class Problem:
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
         value = "" if self.value is None else f" = {self.value}"
-        nearest = f"; nearest legal value: {self.nearest}" if self.nearest is not None else ""
+        nearest = f"; nearest: {self.nearest}" if self.nearest is not None else ""
         return f"{place}{self.key}{value}: {self.rule}{nearest}"
 
 

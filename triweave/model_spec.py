@@ -70,6 +70,10 @@ class ModelSpec:
     """Mistral's attention window; attention here is full, so a run's sequences must not be longer."""
     initializer_range: float = 0.02
     architecture: str = "LlamaForCausalLM"
+    qk_norm: bool = False
+    """RMSNorm of every query and key head (Qwen3): priced, not trained."""
+    gated_mlp: bool = True
+    """SwiGLU's three matrices; False is the two of GPT's MLP: priced, not trained."""
 
     @property
     def query_size(self) -> int:
@@ -90,7 +94,11 @@ class ModelSpec:
             if self.attention_bias:
                 yield TensorSpec(f"{prefix}.self_attn.{name}_proj.bias", (rows,))
         yield TensorSpec(f"{prefix}.self_attn.o_proj.weight", (hidden, self.query_size))
-        yield TensorSpec(f"{prefix}.mlp.gate_proj.weight", (ffn, hidden))
+        if self.qk_norm:
+            yield TensorSpec(f"{prefix}.self_attn.q_norm.weight", (self.head_dim,))
+            yield TensorSpec(f"{prefix}.self_attn.k_norm.weight", (self.head_dim,))
+        if self.gated_mlp:
+            yield TensorSpec(f"{prefix}.mlp.gate_proj.weight", (ffn, hidden))
         yield TensorSpec(f"{prefix}.mlp.up_proj.weight", (ffn, hidden))
         yield TensorSpec(f"{prefix}.mlp.down_proj.weight", (hidden, ffn))
         yield TensorSpec(f"{prefix}.input_layernorm.weight", (hidden,))
@@ -114,7 +122,7 @@ class ModelSpec:
     def layer_matmul_parameters(self) -> int:
         """Weights of one layer that take part in a matrix product (no norms, no biases)."""
         attention = self.hidden_size * (2 * self.query_size + 2 * self.key_value_size)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        return attention + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
     def layer_flops_per_token(self, seq_len: int, *, causal: bool) -> float:
         """Forward-plus-backward FLOPs of one layer for one token.

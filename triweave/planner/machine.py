@@ -57,9 +57,13 @@ class Matmul:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Machine:
-    """One kind of GPU in a node of its kind, in FLOP/s, bytes/s and seconds."""
+    """One kind of GPU in a node of its kind, in FLOP/s, bytes/s and seconds.
+
+    Compared by identity: it is a key under which costs are remembered, and hashing its tables would cost more than
+    they save.
+    """
 
     name: str
     peak_bf16: float

@@ -1,0 +1,389 @@
+"""Checkpoints know no layout: what one grid saved, any other reads, and a run goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dense import Held, State, assemble, differences, held_slices
+from hypothesis import given
+from hypothesis import strategies as st
+from parity import engine_for, local_batch, make_samples
+from ranks import Ranks
+from safetensors.torch import load_file
+from tiny_configs import tiny_config
+from torch import Tensor
+
+from triweave.checkpoint.slices import rectangles
+from triweave.errors import InputError, RunFailed
+from triweave.layout import Layout, even_layers
+from triweave.model_spec import spec_from_folder
+from triweave.parameters import Piece
+from triweave.training import checkpoints as checkpoints_module
+from triweave.training.checkpoints import (
+    PROGRESS_FILE,
+    RunProgress,
+    checkpoints,
+    load_checkpoint,
+    read_progress,
+    save_checkpoint,
+)
+from triweave.training.engine import DTYPES, Engine
+from triweave.training.export import export_hugging_face
+from triweave.training.step import train_step
+
+SEQ = 8
+MOMENTS = ("weight", "exp_avg", "exp_avg_sq")
+SAMPLES = make_samples(6, 1, SEQ, 300, packed=False)
+SAVED_ON = Layout(tp=2, pp=2, dp=2, layers=(2, 2))
+Trained = list[tuple[float, float]]
+
+
+def engine_on(folder: Path, layout: Layout, **model: object) -> Engine:
+    """An engine for four layers and six sequences."""
+    layout = replace(layout, layers=even_layers(4, layout.num_stages))
+    return engine_for(folder, layout, SEQ, len(SAMPLES) // layout.dp, **({"weights": "random"} | model))
+
+
+def train(engine: Engine, steps: int) -> Trained:
+    """Losses and gradient norms of some steps."""
+    batch = local_batch(SAMPLES, engine.layout, engine.groups.at.dp)
+    return [train_step(engine, batch, 1e-2, 1.0) for _ in range(steps)]
+
+
+def progress(step: int) -> RunProgress:
+    """Where a run is."""
+    return RunProgress(step, 42, 6, "fingerprint", str(SAVED_ON))
+
+
+def save_on_rank(rank: int, folder: Path, layout: Layout, target: Path) -> tuple[list[Held], Trained, list[Held]]:
+    """Three steps, a checkpoint, two more steps: the state at the checkpoint, what followed, the state at the end."""
+    engine = engine_on(folder, layout)
+    train(engine, 3)
+    at_save = held_slices(engine)
+    save_checkpoint(target, engine, progress(3), keep=2)
+    after = train(engine, 2)
+    return at_save, after, held_slices(engine)
+
+
+def load_on_rank(
+    rank: int, folder: Path, layout: Layout, checkpoint: Path
+) -> tuple[list[Held], RunProgress, Trained, list[Held]]:
+    """The state after loading, two steps from there, and the state at their end."""
+    engine = engine_on(folder, layout)
+    train(engine, 1)  # what was there before must not matter
+    found = load_checkpoint(checkpoint, engine)
+    loaded = held_slices(engine)
+    return loaded, found, train(engine, 2), held_slices(engine)
+
+
+class Saved:
+    """A checkpoint written on 2 x 2 x 2 ranks, and the run it was taken from."""
+
+    def __init__(self, ranks: Ranks, folder: Path, target: Path) -> None:
+        self.folder, self.checkpoint = folder, target / "step-3"
+        self.spec = spec_from_folder(folder)
+        answers = ranks.run(8, save_on_rank, folder, SAVED_ON, target)
+        self.state = assemble(self.spec, [at_save for at_save, _, _ in answers])
+        self.after: Trained = answers[0][1]
+        self.end = assemble(self.spec, [end for _, _, end in answers])
+
+
+@pytest.fixture(scope="module")
+def saved(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The checkpoint that the tests load, with a head of its own and with a tied one."""
+    folder = tmp_path_factory.mktemp("run")
+    # A vocabulary that two ranks pad, and fewer key/value heads than four ranks.
+    model = {
+        "vocab_size": 301,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": getattr(request, "param", "") == "tied",
+    }
+    return Saved(ranks, tiny_config(folder / "model", **model), folder / "checkpoints")
+
+
+class TestLayouts:
+    @pytest.mark.parametrize(
+        ("saved", "layout"),
+        [
+            ("untied", Layout()),
+            ("untied", Layout(tp=4)),
+            ("untied", Layout(pp=4)),
+            ("untied", Layout(dp=3, shard="full")),
+            ("untied", Layout(pp=2, vpp=2, schedule="interleaved")),
+            ("tied", Layout()),
+            ("tied", Layout(pp=2, dp=3, shard="gradients")),
+        ],
+        ids=["one", "tp4", "pp4", "dp3-full", "vpp2", "tied-one", "tied-pp2-dp3"],
+        indirect=["saved"],
+    )
+    def test_any_layout_reads_it(self, ranks: Ranks, saved: Saved, layout: Layout) -> None:
+        """Weights and both moments arrive bit for bit on another grid, and training goes on with the same losses."""
+        answers = ranks.run(layout.world_size, load_on_rank, saved.folder, layout, saved.checkpoint)
+        loaded = assemble(saved.spec, [held for held, _, _, _ in answers])
+        assert differences(loaded, saved.state, *MOMENTS) == []
+        for _, found, after, _ in answers:
+            assert found == progress(3)
+            # Sums in another order: float32's rounding, grown by Adam over two steps.
+            assert after == [pytest.approx(step, rel=1e-4) for step in saved.after]
+
+    @pytest.mark.parametrize("saved", ["untied", "tied"], indirect=True)
+    def test_same_layout_goes_on_bit_for_bit(self, ranks: Ranks, saved: Saved) -> None:
+        """Resumed where it was saved, a run has the losses, norms, weights and moments of one that never stopped."""
+        answers = ranks.run(8, load_on_rank, saved.folder, SAVED_ON, saved.checkpoint)
+        assert [after for _, _, after, _ in answers] == [saved.after] * 8
+        assert differences(assemble(saved.spec, [end for *_, end in answers]), saved.end, *MOMENTS) == []
+
+    @pytest.mark.parametrize("saved", ["untied", "tied"], indirect=True)
+    def test_torch_reads_it(self, saved: Saved) -> None:
+        """torch's own loader, which knows nothing of triweave, finds whole tensors under Hugging Face names."""
+        state = {f"{kind}.{t.name}": torch.empty(t.shape) for kind in MOMENTS for t in saved.spec.tensors()}
+        with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+            dcp.load(state, checkpoint_id=saved.checkpoint, no_dist=True)
+        whole = {kind: {t.name: state[f"{kind}.{t.name}"] for t in saved.spec.tensors()} for kind in MOMENTS}
+        assert differences(whole, saved.state, *MOMENTS) == []
+        assert differences(whole, saved.end, "weight") != []
+
+
+# --- rectangles -------------------------------------------------------------------------------------------------------
+
+
+@given(rows=st.integers(1, 6), columns=st.integers(1, 6), dim=st.sampled_from([0, 1, None]), data=st.data())
+def test_rectangles_tile_the_run(rows: int, columns: int, dim: int | None, data: st.DataObject) -> None:
+    """At most three rectangles hold exactly the elements of a run of a slice, as views of its memory."""
+    shape = (rows,) if dim is None else (rows, columns)
+    size = shape[dim or 0]
+    begin = data.draw(st.integers(0, size - 1))
+    piece = Piece("weight", shape, dim or 0, begin, data.draw(st.integers(begin + 1, size)))
+    numel = torch.Size(piece.local_shape).numel()
+    start = data.draw(st.integers(0, numel - 1))
+    stop = data.draw(st.integers(start + 1, numel))
+
+    whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+    local = whole.narrow(piece.dim, piece.start, piece.stop - piece.start).reshape(-1)
+    flat = local[start:stop].clone()
+    parts = list(rectangles(piece, start, flat))
+    assert len(parts) <= 3
+    written = torch.zeros(shape)
+    for part in parts:
+        window = tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))
+        assert part.values.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        assert not written[window].any()
+        written[window] = part.values
+    expected = torch.zeros(numel)
+    expected[start:stop] = flat
+    assert torch.equal(written.narrow(piece.dim, piece.start, piece.stop - piece.start).reshape(-1), expected)
+    assert torch.equal(written.count_nonzero(), torch.tensor(stop - start))
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """A one-process engine that is only saved and loaded."""
+    return engine_on(tiny_config(tmp_path_factory.mktemp("small")), Layout())
+
+
+def names(folder: Path) -> list[str]:
+    """What a folder holds."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+class TestFolder:
+    def test_only_the_newest_are_kept(self, small: Engine, tmp_path: Path) -> None:
+        """`keep` counts by step, not by name: step 10 is newer than step 9."""
+        for step in (8, 9, 10, 11):
+            save_checkpoint(tmp_path, small, progress(step), keep=3)
+        assert [path.name for path in checkpoints(tmp_path)] == ["step-9", "step-10", "step-11"]
+        assert names(tmp_path) == ["step-10", "step-11", "step-9"]
+
+    def test_unfinished_one_is_passed_over(self, small: Engine, tmp_path: Path) -> None:
+        """A folder without its last file, with another name or still under its working name is no checkpoint."""
+        save_checkpoint(tmp_path, small, progress(1), keep=3)
+        for name in (".step-3.partial", "step-2", "step-x", "step-4.old"):
+            (tmp_path / name).mkdir()
+        (tmp_path / ".step-3.partial" / PROGRESS_FILE).write_text("{}", encoding="utf-8")
+        assert [path.name for path in checkpoints(tmp_path)] == ["step-1"]
+        assert checkpoints(tmp_path / "missing") == []
+        # What an interrupted attempt has left is replaced by the next one.
+        save_checkpoint(tmp_path, small, progress(3), keep=3)
+        assert [path.name for path in checkpoints(tmp_path)] == ["step-1", "step-3"]
+        assert read_progress(tmp_path / "step-3") == progress(3)
+
+    def test_save_that_fails_keeps_the_old_one(
+        self, small: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """When the disk refuses, the former checkpoints stay, the failure is one sentence, and no half one is found."""
+        save_checkpoint(tmp_path, small, progress(1), keep=1)
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        for target, name in ((checkpoints_module, "sync"), (Path, "rename"), (os, "fsync")):
+            with monkeypatch.context() as patch:
+                patch.setattr(target, name, refuse)
+                with pytest.raises(RunFailed, match=r"cannot save .*step-2: .*No space left on device"):
+                    save_checkpoint(tmp_path, small, progress(2), keep=1)
+            assert [path.name for path in checkpoints(tmp_path)] == ["step-1"]
+        save_checkpoint(tmp_path, small, progress(2), keep=1)
+        assert names(tmp_path) == ["step-2"]
+
+    def test_everything_is_on_the_disk_before_the_name(
+        self, small: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All files and their folder are flushed before the rename, the parent after it, and only then goes the old."""
+        events: list[str] = []
+        rename, fsync, rmtree = Path.rename, os.fsync, checkpoints_module.shutil.rmtree
+
+        def flushed(handle: int) -> None:
+            events.append(Path(f"/proc/self/fd/{handle}").resolve().name)
+            fsync(handle)
+
+        def renamed_to(path: Path, to: Path) -> Path:
+            events.append(f"rename {path.name}")
+            return rename(path, to)
+
+        def removed(path: Path, **options: Any) -> None:
+            events.append(f"remove {path.name}")
+            rmtree(path, **options)
+
+        save_checkpoint(tmp_path, small, progress(1), keep=1)
+        monkeypatch.setattr(os, "fsync", flushed)
+        monkeypatch.setattr(
+            Path, "rename", lambda path, to: (events.append(f"rename {path.name}"), rename(path, to))[1]
+        )
+        monkeypatch.setattr(checkpoints_module.shutil, "rmtree", removed)
+        saved = save_checkpoint(tmp_path, small, progress(2), keep=1)
+        renamed = events.index("rename .step-2.partial")
+        assert set(names(saved)) | {".step-2.partial"} <= {*events[:renamed], ".metadata"}
+        assert any(".metadata" in event for event in events[:renamed])
+        assert events[renamed + 1 :] == [tmp_path.name, "remove step-1"]
+
+
+class TestRefused:
+    @pytest.mark.parametrize("content", [None, "{", "[]", '{"step": 3}', '{"step": 3, "other": 1}', "\udcff"])
+    def test_no_progress(self, content: str | None, tmp_path: Path) -> None:
+        """A folder whose progress file is missing, damaged or another one is no checkpoint."""
+        if content is not None:
+            (tmp_path / PROGRESS_FILE).write_bytes(content.encode("utf-8", "surrogateescape"))
+        with pytest.raises(InputError, match="is no checkpoint"):
+            read_progress(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("model", "says"),
+        [
+            ({"hidden_size": 64}, r"weight.model.embed_tokens.weight is \[300, 32\] there and \[300, 64\] here"),
+            ({"num_hidden_layers": 5}, r"layers.4.self_attn.q_proj.weight is missing there and \[32, 32\] here"),
+            ({"num_hidden_layers": 3}, r"layers.3.self_attn.q_proj.weight is \[32, 32\] there and missing here"),
+            ({"tie_word_embeddings": True}, r"weight.lm_head.weight is \[300, 32\] there and missing here"),
+        ],
+    )
+    def test_another_model(self, small: Engine, tmp_path: Path, model: dict[str, Any], says: str) -> None:
+        """The checkpoint of another model is refused with the first tensor that differs, also when it is larger."""
+        checkpoint = save_checkpoint(tmp_path / "checkpoints", small, progress(1), keep=1)
+        layers = (int(model.get("num_hidden_layers", 4)),)
+        folder = tiny_config(tmp_path / "other", **model)
+        other = engine_for(folder, Layout(layers=layers), SEQ, 6, weights="random")
+        with pytest.raises(InputError, match=says):
+            load_checkpoint(checkpoint, other)
+
+    @pytest.mark.parametrize(
+        ("damage", "says"),
+        [
+            (lambda folder: os.truncate(next(folder.glob("*.distcp")), 3000), "is a damaged checkpoint"),
+            (lambda folder: next(folder.glob("*.distcp")).unlink(), "is a damaged checkpoint"),
+            (lambda folder: os.truncate(folder / ".metadata", 500), "is no table of contents"),
+            (lambda folder: (folder / ".metadata").unlink(), "is no table of contents"),
+            (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({"a": 1})), "is no table of contents"),
+        ],
+    )
+    def test_damaged(self, small: Engine, tmp_path: Path, damage: Callable[[Path], object], says: str) -> None:
+        """A checkpoint that lost a part is refused with its path, whichever part it is."""
+        checkpoint = save_checkpoint(tmp_path, small, progress(1), keep=1)
+        damage(checkpoint)
+        with pytest.raises(InputError, match=says) as refused:
+            load_checkpoint(checkpoint, small)
+        assert str(checkpoint) in str(refused.value)
+
+    def test_code_in_a_checkpoint_never_runs(self, small: Engine, tmp_path: Path) -> None:
+        """A table of contents that names a function is refused, and the function is not called."""
+        checkpoint = save_checkpoint(tmp_path, small, progress(1), keep=1)
+        bait = tmp_path / "ran"
+
+        class Bait:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return (os.mkdir, (str(bait),))
+
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(Bait()))
+        with pytest.raises(InputError, match=r"it names posix\.mkdir"):
+            load_checkpoint(checkpoint, small)
+        assert not bait.exists()
+        pickle.loads((checkpoint / ".metadata").read_bytes())  # noqa: S301 - the bait itself works
+        assert bait.exists()
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def export_on_rank(rank: int, source: Path, layout: Layout, target: Path, dtype: str) -> None:
+    """Load a folder's weights and write them again."""
+    engine = engine_on(source, layout, weights="load", dtype=dtype)
+    export_hugging_face(engine, target, source, DTYPES[dtype])
+
+
+def as_bytes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """Type, shape and content."""
+    return {
+        name: (t.dtype, tuple(t.shape), t.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, t in tensors.items()
+    }
+
+
+EXPORTS = {
+    "tp2-pp2-dp2": (Layout(tp=2, pp=2, dp=2), "float32", {}),
+    "padded-vocabulary": (Layout(tp=4), "bfloat16", {"vocab_size": 301}),
+    "tp8-more-than-kv-heads": (Layout(tp=8), "bfloat16", {}),
+    "tied-pp4": (Layout(pp=4), "float32", {"tie_word_embeddings": True, "vocab_size": 301}),
+    "biased-dp3-full": (Layout(dp=3, shard="full"), "bfloat16", {"model_type": "qwen2"}),
+    "vpp-full": (Layout(pp=2, vpp=2, dp=3, shard="full", schedule="interleaved"), "float32", {}),
+}
+
+
+@pytest.mark.parametrize(("layout", "dtype", "model"), EXPORTS.values(), ids=EXPORTS.keys())
+def test_export_is_the_source(ranks: Ranks, tmp_path: Path, layout: Layout, dtype: str, model: dict[str, Any]) -> None:
+    """Loaded on any grid and exported untrained, every tensor that transformers wrote comes back byte for byte."""
+    from tiny_models import tiny_llama
+
+    source = tiny_llama(tmp_path / "source", dtype=dtype, hidden_size=32, intermediate_size=48, **model)
+    ranks.run(layout.world_size, export_on_rank, source, layout, tmp_path / "hf", dtype)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", source))
+    assert as_bytes(ours) == as_bytes(theirs)
+
+
+def export_trained(rank: int, folder: Path, layout: Layout, checkpoint: Path, target: Path) -> list[Held]:
+    """Export what a checkpoint holds, trained one step further."""
+    engine = engine_on(folder, layout)
+    load_checkpoint(checkpoint, engine)
+    train(engine, 1)
+    export_hugging_face(engine, target, folder, torch.float32)
+    return held_slices(engine)
+
+
+@pytest.mark.parametrize("saved", ["tied"], indirect=True)
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, dp=2), Layout(dp=2, shard="full")], ids=["tp2-pp2-dp2", "full"])
+def test_export_is_the_trained_model(ranks: Ranks, saved: Saved, tmp_path: Path, layout: Layout) -> None:
+    """What is exported after training is what the ranks' master weights hold, tensor by tensor."""
+    answers = ranks.run(layout.world_size, export_trained, saved.folder, layout, saved.checkpoint, tmp_path / "hf")
+    state: State = assemble(saved.spec, answers)
+    exported: State = {"weight": load_file(tmp_path / "hf" / "model.safetensors")}
+    assert exported["weight"].keys() == state["weight"].keys()
+    assert differences(exported, state, "weight") == []
+    assert differences(exported, saved.state, "weight") != []

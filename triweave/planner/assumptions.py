@@ -1,0 +1,87 @@
+"""Everything that a memory prediction takes for granted, in one place, printed with every answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MIB = 2**20
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """How the training program keeps its tensors, and what lies in the card's memory beside them.
+
+    The defaults are this package's own trainer. `MEGATRON` is Megatron-Core with Transformer Engine as its recipes
+    run it. Other programs that published rows come from are variations of the latter (`published_memory`).
+    """
+
+    bookkeeping: Literal["ours", "megatron"] = "ours"
+    """Whose tensors are followed: this package's trainer, or Megatron-Core's layers."""
+    gradient_bytes: int = 4
+    """Bytes of one element of the gradient sums: 4 in float32, 2 where they are summed in bf16."""
+    weight_bytes: int | None = None
+    """Bytes of one weight as it is stored; None takes the dtype's."""
+    master_weights: bool = True
+    """Whether the optimizer keeps float32 weights of its own beside 16-bit ones."""
+    prefetched_units: int = 1
+    """`shard: full` only. Whole layers whose weights are gathered at once: FSDP fetches the next one while one computes."""
+    fused_norm: bool = True
+    """RMSNorm keeps its input alone. A norm written in PyTorch operations keeps its normalised input as well."""
+    fused_swiglu: bool = True
+    """SwiGLU keeps gate and up. Written as `silu(gate) * up` it keeps `silu(gate)` as well."""
+    attention: Literal["flash", "softmax", "masked-softmax"] = "flash"
+    """`flash` keeps queries, keys, values, output and one float32 a row. `softmax` keeps seq x seq probabilities;
+    `masked-softmax` a boolean mask of that shape for every layer as well."""
+    whole_qkv: bool = False
+    """Values are a view, so that the whole query-key-value product stays until backward."""
+    rotary_tables_per_layer: bool = False
+    """Every layer looks up its own cosines and sines and keeps them (4 tables of `[seq, batch, head_dim]`)."""
+    keeps_gathered_input: bool = False
+    """Under sequence parallelism products keep their gathered input; otherwise their slice, gathered again."""
+    loss: Literal["vocab-parallel", "fused", "gathered"] = "vocab-parallel"
+    """`vocab-parallel`: float32 probabilities of each rank's vocabulary slice. `fused`: Transformer Engine's kernel,
+    which writes the gradient over the logits. `gathered`: every rank gathers all logits, and PyTorch's
+    `cross_entropy` works on float32 copies of them."""
+    logits_held_over: int = 0
+    """Micro-batches whose logits the pipeline's output buffers still hold when the next one is computed."""
+    weight_gradient_cache: bool = False
+    """Transformer Engine keeps one dummy weight gradient for every distinct weight shape."""
+    vocab_multiple: int = 1
+    """The vocabulary is padded to a multiple of this times tp (Megatron's make-vocab-size-divisible-by is 128)."""
+    extra_tokens: int = 0
+    """Tokens that the tokenizer adds to the vocabulary before padding (Megatron's NullTokenizer adds 1)."""
+    workspace_bytes: int = 64 * MIB
+    """cuBLAS and cuBLASLt, 32 MiB each on Hopper and Blackwell; attention's own scratch is counted with its layer."""
+    context_bytes: int = 500 * MIB
+    """A CUDA context with PyTorch's kernels loaded."""
+    nccl_bytes_per_group: int = 350 * MIB
+    """Buffers that NCCL takes for one communicator of more than two ranks (planning notes 2.5: a few hundred MiB)."""
+    nccl_bytes_per_channel: int = 20 * MIB
+    """The same for a communicator of two ranks that only send and receive."""
+    expandable_segments: bool = True
+    """PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: pages are joined, so free memory is hardly ever too scattered."""
+    fragmentation: float = 0.05
+    """Reserved over allocated, less 1, without expandable segments: the median of 19 published runs (planning notes 2.5)."""
+    fragmentation_expandable: float = 0.015
+    """The same with expandable segments: what rounding to 2 MiB pages and late frees leave."""
+    uncertainty: float = 0.025
+    """Standard deviation of the prediction, as a share of the peak; from it comes the probability of running out."""
+
+    @property
+    def fragmentation_share(self) -> float:
+        """Reserved over allocated, less 1."""
+        return self.fragmentation_expandable if self.expandable_segments else self.fragmentation
+
+
+OURS = Assumptions()
+
+MEGATRON = Assumptions(
+    bookkeeping="megatron",
+    loss="fused",
+    weight_gradient_cache=True,
+    vocab_multiple=128,
+    expandable_segments=False,
+)
+"""Megatron-Core with Transformer Engine: fused norm-linear, flash attention, distributed optimizer, fused loss."""

@@ -1,0 +1,158 @@
+"""What software computes a step: which kernels, what they move through memory, what overlaps what.
+
+The same layout on the same GPUs differs by a factor of two between software; each published group of measurements is
+one of these, and our own trainer is another. Bytes are counted from the operations, not fitted; the one fitted number
+of a stack is `efficiency`, and a stack says on which measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from triweave.planner.time_attention import AttentionName
+
+Split = Literal["layers", "modules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes moved per element of the operation's input, forward and backward."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stack:
+    """One software stack; compared by identity, being a key under which costs are remembered."""
+
+    name: str
+    attention: AttentionName = "cudnn"
+    norm: Bytes = Bytes(4, 8)
+    """Each of a layer's two norms, per hidden element."""
+    residual: Bytes = Bytes(6, 6)
+    """Each of a layer's two residual additions, dropout included where there is one, per hidden element."""
+    rotary: Bytes = Bytes(4, 4)
+    """Per element of queries and keys."""
+    heads: Bytes = Bytes(0, 0)
+    """Copies and transpositions around attention, per element of queries, keys, values."""
+    activation: Bytes = Bytes(6, 10)
+    """Per element of the MLP's inner width."""
+    loss: Bytes = Bytes(8, 6)
+    """Per logit, beyond the head's product."""
+    kernels: tuple[int, int] = (20, 45)
+    """Kernels of a layer, forward and backward: the host's floor."""
+    accumulate: float = 8.0
+    """Bytes per parameter that adding one micro-batch's weight gradient moves beyond the product's own output."""
+    gradient_size: int = 4
+    """Bytes of a gradient on the wire between data-parallel ranks."""
+    optimizer: float = 34.0
+    """Bytes per parameter of the shard: Adam reads and writes two moments and the master (24), reads the gradient for
+    the norm and for the update (8), writes the weight (2)."""
+    overlap_dp: float = 0.0
+    """Share of the data-parallel communication that the stack hides under compute where there is room."""
+    overlap_tp: bool = True
+    """Whether the input gradient's reduction runs beside the weight gradient's product."""
+    reductions: int = 2
+    """All-reduces of a layer's backward without sequence parallelism; one a column-parallel product."""
+    gathers_again: bool = True
+    """Whether sequence parallelism keeps the sharded input and gathers it again in backward."""
+    fused_gate: bool = True
+    """Whether gate and up are one product."""
+    links: float = 1.0
+    """Share of the measured speed of tensor-parallel collectives that training reaches."""
+    overlap_pp: bool = True
+    """Whether a stage computes while its messages travel."""
+    slowdown: float = 0.12
+    """What a collective takes from the compute that it runs beside."""
+    split: Split = "layers"
+    """How the stack cuts a pipeline: equal layers, or equal modules with embedding, norm and head counted as one each."""
+    efficiency: float = 1.0
+    """Modelled over measured compute time of the measurements that the stack was calibrated on."""
+
+
+EAGER_NORM = Bytes(36, 80)
+"""RMSNorm of plain PyTorch: to float32 (6), square (8), mean (4), scale (8), to bf16 (6), weight (4); about twice back."""
+EAGER_ROTARY = Bytes(20, 20)
+"""x cos (4), negate and concatenate (6), sin (4), add (6)."""
+EAGER_ACTIVATION = Bytes(10, 16)
+"""silu (4) and product (6); backward two products (8 + 2) and silu (6)."""
+EAGER_LOSS = Bytes(26, 20)
+"""To float32 (6), maximum (4), subtract and exponential (8 + 8); backward divide (8), to bf16 (6), scale (6)."""
+
+TRIWEAVE = Stack(
+    "triweave",
+    norm=Bytes(4, 14),
+    rotary=EAGER_ROTARY,
+    heads=Bytes(2, 4),
+    activation=Bytes(10, 40),
+    loss=EAGER_LOSS,
+)
+"""This package's trainer: eager, fused norm and attention kernels, weight gradients added by the product itself."""
+
+COMPILED = Stack("compiled", heads=Bytes(2, 2), loss=Bytes(10, 8), kernels=(10, 20), overlap_dp=1.0)
+"""torch.compile (torchtitan): element-wise chains fused."""
+
+EAGER_TITAN = Stack(
+    "eager",
+    norm=Bytes(4, 10),
+    rotary=Bytes(24, 24),
+    activation=EAGER_ACTIVATION,
+    loss=EAGER_LOSS,
+    overlap_dp=1.0,
+)
+
+TRANSFORMER_ENGINE = Stack("megatron-te", loss=Bytes(8, 6), kernels=(14, 30), overlap_dp=1.0)
+"""Megatron-Core with Transformer Engine kernels, as NeMo and Megatron-Bridge run it."""
+
+MEGATRON_2021 = Stack(
+    "megatron-2021",
+    attention="fused-softmax",
+    norm=Bytes(4, 8),
+    residual=Bytes(7, 8),
+    rotary=Bytes(0, 0),
+    heads=Bytes(4, 4),
+    activation=Bytes(4, 6),
+    loss=EAGER_LOSS,
+    gradient_size=2,
+    accumulate=6.0,
+    overlap_tp=False,
+    overlap_pp=False,
+)
+"""Megatron-LM and Megatron-DeepSpeed before FlashAttention: fused softmax, bias-gelu and bias-dropout-add."""
+
+SCALING_RMS = Stack(
+    "scaling flash2+rms",
+    attention="flash2",
+    norm=Bytes(4, 8),
+    rotary=EAGER_ROTARY,
+    heads=Bytes(4, 4),
+    activation=EAGER_ACTIVATION,
+    loss=EAGER_LOSS,
+    gradient_size=2,
+    accumulate=6.0,
+    overlap_tp=False,
+    overlap_pp=False,
+    reductions=3,
+    gathers_again=False,
+    fused_gate=False,
+    links=0.6,
+    split="modules",
+)
+"""The stack of Hagemann et al. (2311.05610) with FlashAttention 2 and its RMSNorm kernel."""
+
+FSDP_MPT = Stack(
+    "fsdp mpt",
+    attention="triton",
+    norm=Bytes(4, 8),
+    residual=Bytes(6, 6),
+    rotary=Bytes(0, 0),
+    heads=Bytes(4, 4),
+    activation=Bytes(4, 6),
+    loss=EAGER_LOSS,
+    gradient_size=2,
+    accumulate=0.0,
+    overlap_dp=1.0,
+)
+"""MosaicML's LLM Foundry: FSDP with prefetch, Triton FlashAttention, eager PyTorch."""
