@@ -6,6 +6,7 @@ What is counted is what reaches torch's process groups, whatever Python function
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,9 @@ class Recorder(TorchDispatchMode):
 
 
 def count_layer(
-    rank: int, size: int, sequence_parallel: bool, recompute: tuple[Recompute, ...]
-) -> tuple[Counter[str], Counter[str]]:
-    """Kinds of calls of one layer, forward and backward; each moves one activation of the whole sequence."""
+    rank: int, size: int, sequence_parallel: bool, recompute: tuple[Recompute, ...], splits: bool
+) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Kinds of calls of one layer, forward, backward and later; each moves one activation of the whole sequence."""
     tp = TensorParallel(Group(tuple(range(size)), rank, dist.group.WORLD), sequence_parallel)
     layer = DecoderLayer(SPEC, tp, AttentionKernel(), recompute)
     for parameter in layer.parameters():
@@ -86,11 +87,15 @@ def count_layer(
     x = torch.ones(SEQ // size if sequence_parallel else SEQ, 1, SPEC.hidden_size, requires_grad=True)
     with Recorder() as forward:
         y = layer(x, rotation, None)
-    with Recorder() as backward:
+    with Recorder() as backward, tp.weight_gradients.deferring() if splits else nullcontext([]) as work:
         y.sum().backward()
-    whole = 4 * SEQ * SPEC.hidden_size
-    assert {nbytes for _, _, nbytes in forward.calls + backward.calls} == {whole}
-    return Counter(kind for kind, _, _ in forward.calls), Counter(kind for kind, _, _ in backward.calls)
+    with Recorder() as later, torch.no_grad():
+        for one in work:
+            one()
+    halves = (forward.calls, backward.calls, later.calls)
+    assert {nbytes for calls in halves for _, _, nbytes in calls} == {4 * SEQ * SPEC.hidden_size}
+    counted = [Counter(kind for kind, _, _ in calls) for calls in halves]
+    return counted[0], counted[1], counted[2]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,14 @@ def test_layer_communicates_as_often_as_it_must(
 
     Shoeybi et al. 1909.08053 figure 4; Korthikanti et al. 2205.05198 section 4.2.2.
     """
-    assert ranks.run(2, count_layer, 2, sequence_parallel, recompute) == [(Counter(forward), Counter(backward))] * 2
+    counted = ranks.run(2, count_layer, 2, sequence_parallel, recompute, False)
+    assert counted == [(Counter(forward), Counter(backward), Counter())] * 2
+
+
+def test_split_backward_gathers_late(ranks: Ranks) -> None:
+    """Where a schedule splits backward, inputs are gathered in the weight half and not held until then."""
+    forward = backward = Counter({"all-gather": 2, "reduce-scatter": 2})
+    assert ranks.run(2, count_layer, 2, True, (), True) == [(forward, backward, Counter({"all-gather": 2}))] * 2
 
 
 # --- a whole step -----------------------------------------------------------------------------------------------------

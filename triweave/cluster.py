@@ -104,10 +104,10 @@ def _gpu(
     )
 
 
-# Memory, rates and links: NVIDIA's datasheets (A100 2021, H100 2023, H200 2024, DGX B200 and GB200 NVL72 2024); NVLink 3,
-# 4 and 5 carry 300, 450 and 900 GB/s one way. Ports of a node: DGX A100 8 x 200 Gbit/s, DGX H100, H200, B200 and GB200
-# 400 Gbit/s a GPU. Usable memory: `total_memory` as PyTorch's out-of-memory messages print it for these cards.
-# Context: what nvidia-smi shows after a first kernel, CUDA 12 with lazy loading.
+# Memory, rates and links: NVIDIA's datasheets (A100 2021, H100 2023, H200 2024, DGX B200 and GB200 NVL72 2024);
+# NVLink 3, 4 and 5 carry 300, 450 and 900 GB/s one way. Ports of a node: DGX A100 8 x 200 Gbit/s, DGX H100, H200, B200
+# and GB200 400 Gbit/s a GPU. Usable memory: `total_memory` as PyTorch's out-of-memory messages print it for these
+# cards. Context: what nvidia-smi shows after a first kernel, CUDA 12 with lazy loading.
 CATALOGUE: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App
+from cyclopts import App, CycloptsError, UnknownOptionError
 
 from triweave import __version__
-from triweave.errors import TriweaveError
+from triweave.errors import InputError, Problem, TriweaveError
+from triweave.training.process import let_the_first_rank_speak
 
 VERBS = {
     "demo": "Fine-tune a real checkpoint on a grid of processes of this machine, from nothing to an answer.",
     "train": "Train what a run file describes.",
     "verify": "Prove that a layout computes what one process computes.",
+    "plan": "Rank every legal layout of a model on a cluster: memory, step time, MFU, and why.",
+    "predict": "Predict runs that somebody else measured, and say by how much it was wrong.",
     "data": "Show what a run file's data becomes: counts, lengths, and which tokens are trained.",
     "schema": "Print the JSON schema of run files, for editors.",
 }
 """One line each; the verb's own file holds the rest of its help."""
+
+OF_A_RUN_FILE = ("train", "verify", "data")
+"""Verbs whose options may be followed by keys of the run file that they read."""
 
 
 def make_app(chosen: str | None = None) -> App:
@@ -35,14 +42,38 @@ def make_app(chosen: str | None = None) -> App:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run one verb and exit: 0 good, 1 the answer is no, 2 the input is wrong, 130 interrupted."""
-    words = sys.argv[1:] if words is None else words
     try:
-        code = make_app(words[0] if words else None)(words, result_action="return_value")
-    except TriweaveError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = error.exit_code
+        code = _run(sys.argv[1:] if words is None else words)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
         code = 0
-    sys.exit(code if isinstance(code, int) else 0)
+        # The reader has gone (`| head`): the interpreter's own flush at the end must not complain of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _run(words: Sequence[str]) -> int:
+    """Run one verb; what is wrong becomes one message on standard error. Returns the exit code."""
+    try:
+        if not words:
+            raise InputError(Problem("verb", None, f"is missing: give {', '.join(VERBS)} or --help"))
+        code = make_app(words[0])(words, result_action="return_value", exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        message, code = _complaint(error, words[0]), InputError.exit_code
+    except TriweaveError as error:
+        message, code = str(error), error.exit_code
+    else:
+        return code if isinstance(code, int) else 0
+    let_the_first_rank_speak()
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _complaint(error: CycloptsError, verb: str) -> str:
+    """What is wrong with the words of the command line."""
+    hint = ""
+    if isinstance(error, UnknownOptionError) and verb in OF_A_RUN_FILE:
+        hint = f" Keys of a run file come after it: triweave {verb} RUN_FILE --KEY VALUE"
+    return f"{error}{hint}"

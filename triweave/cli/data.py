@@ -10,11 +10,12 @@ from triweave.cli.options import Json, Overrides
 
 def data(
     run_file: Path,
+    /,
     *overrides: Overrides,
     example: int = 0,
     json: Json = False,
 ) -> int:
-    """Show what a run file's data becomes: counts, lengths, and which tokens of an example are trained.
+    """Show what a run file's data becomes: counts, lengths, and which tokens are trained.
 
     Example: triweave data run.yaml --example 3
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from triweave.cli.options import Nproc, Overrides
 
 
-def train(run_file: Path, *overrides: Overrides, nproc: Nproc = None) -> int:
+def train(run_file: Path, /, *overrides: Overrides, nproc: Nproc = None) -> int:
     """Train what a run file describes.
 
     Every key of the file can be changed here: `--layout.tp 4`. Under torchrun each process is a rank; without it
@@ -23,8 +23,9 @@ def train(run_file: Path, *overrides: Overrides, nproc: Nproc = None) -> int:
     from triweave.training.start import Job, start
 
     def job() -> Job:
+        from triweave.training.loop import check_resume
         from triweave.training.loop import train as train_rank
 
-        return Job(train_rank)
+        return Job(train_rank, check_resume)
 
     return start(run_file, overrides, nproc, job)

@@ -12,6 +12,7 @@ from triweave.config.schema import Run
 
 def verify(
     run_file: Path,
+    /,
     *overrides: Overrides,
     nproc: Nproc = None,
     json: Json = False,

@@ -33,7 +33,16 @@ _MICRO_BATCH = (
     "device_train_microbatch_size",
     "batch_size",
 )
-_SEQ_LEN = ("seq_len", "sequence_len", "max_seq_length", "max_length", "cutoff_len", "seq_length", "sequence_length")
+_SEQ_LEN = (
+    "seq_len",
+    "sequence_len",
+    "max_seq_length",
+    "max_length",
+    "max_context_length",
+    "cutoff_len",
+    "seq_length",
+    "sequence_length",
+)
 _GLOBAL_BATCH = ("global_batch", "global_batch_size", "global_train_batch_size")
 _SHARDS = ("data_parallel_shard_degree", "data_parallel_shard_dim", "dp_shard_size")
 _REPLICAS = ("data_parallel_replicate_degree", "data_parallel_replicate_dim", "dp_replicate_size")

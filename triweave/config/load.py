@@ -46,6 +46,26 @@ def load(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     return loaded
 
 
+def load_words(schema: type[T], words: Sequence[str], section: str) -> T:
+    """A dataclass from `KEY=VALUE` words alone, every other key at its default.
+
+    Args:
+        schema: The dataclass.
+        words: Such as `tp=8`.
+        section: What to call it in messages.
+
+    Raises:
+        InputError: with every problem that was found.
+    """
+    problems: list[Problem] = []
+    tree = apply_overrides(Section(section), words, problems)
+    value = convert(schema, tree, "", UnknownKeys(schema, dict(scalars(tree))), problems)
+    if value is WRONG or problems:
+        raise InputError(problems)
+    loaded: T = value
+    return loaded
+
+
 def _line(problem: Problem) -> tuple[bool, int]:
     """Sorts problems by line, those of the command line last."""
     line = (problem.where or "").rpartition(":")[2]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from triweave.cluster import Cluster, parse_cluster
-from triweave.config.files import file_problems
+from triweave.config.files import file_problems, neighbour
 from triweave.config.schema import LayoutConfig, Run
 from triweave.config.values import value_problems
 from triweave.errors import InputError, Problem
@@ -64,7 +65,8 @@ def validate(run: Run, *, world_size: int | None = None, gpus_per_node: int | No
         problems += grid_problems(layout, world_size=ranks, global_batch=global_batch)
         if spec is not None:
             layout = replace(layout, layers=_layers(run.layout.layers, spec, layout, seq_len))
-            across = run.layout.tp_across_nodes
+            # With a number of ranks that is not the grid's, nobody knows where its nodes end.
+            across = run.layout.tp_across_nodes or ranks not in (None, layout.world_size)
             problems += model_problems(spec, layout, seq_len=seq_len, gpus_per_node=per_node, tp_across_nodes=across)
     if problems or spec is None:
         raise InputError(problems)
@@ -89,6 +91,9 @@ def _cluster(run: Run, world_size: int | None, problems: list[Problem]) -> Clust
 
 def _spec(run: Run, problems: list[Problem]) -> ModelSpec | None:
     folder = Path(run.model.path)
+    if not os.path.exists(folder):
+        problems.append(Problem("model.path", run.model.path, "does not exist", neighbour(folder)))
+        return None
     try:
         spec = spec_from_folder(folder)
     except InputError as error:

@@ -37,7 +37,7 @@ def demo_run(model: Path, train_file: Path, validation_file: Path, output: Path)
         model=ModelConfig(path=str(model), dtype="float32"),
         cluster="1x6xcpu",
         layout=LayoutConfig(tp=3, pp=2),
-        data=DataConfig(train=(str(train_file),), validation=str(validation_file), seq_len=384),
+        data=DataConfig(train=(str(train_file),), validation=str(validation_file), seq_len=192),
         optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=2),
         train=TrainConfig(global_batch=4, steps=12),
         checkpoint=CheckpointConfig(keep=1),

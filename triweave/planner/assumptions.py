@@ -26,7 +26,7 @@ class Assumptions:
     master_weights: bool = True
     """Whether the optimizer keeps float32 weights of its own beside 16-bit ones."""
     prefetched_units: int = 1
-    """`shard: full` only. Whole layers whose weights are gathered at once: FSDP fetches the next one while one computes."""
+    """`shard: full` only. Layers whose whole weights are there at once: FSDP fetches the next while one computes."""
     fused_norm: bool = True
     """RMSNorm keeps its input alone. A norm written in PyTorch operations keeps its normalised input as well."""
     fused_swiglu: bool = True
@@ -40,10 +40,13 @@ class Assumptions:
     """Every layer looks up its own cosines and sines and keeps them (4 tables of `[seq, batch, head_dim]`)."""
     keeps_gathered_input: bool = False
     """Under sequence parallelism products keep their gathered input; otherwise their slice, gathered again."""
-    loss: Literal["vocab-parallel", "fused", "gathered"] = "vocab-parallel"
+    selective_ops: bool = False
+    """torchtitan's per-operation checkpointing: a layer keeps its input, attention's output and every second product
+    (queries, values, gate, down), and computes the rest again."""
+    loss: Literal["vocab-parallel", "fused", "compiled", "gathered"] = "vocab-parallel"
     """`vocab-parallel`: float32 probabilities of each rank's vocabulary slice. `fused`: Transformer Engine's kernel,
-    which writes the gradient over the logits. `gathered`: every rank gathers all logits, and PyTorch's
-    `cross_entropy` works on float32 copies of them."""
+    which writes the gradient over the logits. `compiled`: logits and their gradient, nothing in float32. `gathered`:
+    every rank gathers all logits, and PyTorch's `cross_entropy` works on float32 copies of them."""
     logits_held_over: int = 0
     """Micro-batches whose logits the pipeline's output buffers still hold when the next one is computed."""
     weight_gradient_cache: bool = False
@@ -61,9 +64,9 @@ class Assumptions:
     nccl_bytes_per_channel: int = 20 * MIB
     """The same for a communicator of two ranks that only send and receive."""
     expandable_segments: bool = True
-    """PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: pages are joined, so free memory is hardly ever too scattered."""
+    """PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: pages are joined, so free memory is hardly ever scattered."""
     fragmentation: float = 0.05
-    """Reserved over allocated, less 1, without expandable segments: the median of 19 published runs (planning notes 2.5)."""
+    """Reserved over allocated, less 1, without expandable segments: median of 19 published runs (notes 2.5)."""
     fragmentation_expandable: float = 0.015
     """The same with expandable segments: what rounding to 2 MiB pages and late frees leave."""
     uncertainty: float = 0.025

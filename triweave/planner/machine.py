@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import exp, log
 from types import MappingProxyType
 
@@ -82,8 +81,10 @@ class Machine:
     """One GPU's share of its node's network, one direction."""
     nic_efficiency: float = 0.8
     nic_latency_s: float = 10e-6
-    launch_s: float = 4e-6
-    """Host time for one kernel of eager PyTorch."""
+    """One message between nodes."""
+    nic_round_s: float = 50e-6
+    """One doubling of the nodes of a collective: 32 GPUs on 4 nodes need 0.4 ms for what takes no bandwidth (NCCL
+    tests, 16 MiB on 8 x 400 Gb EFA), InfiniBand about half."""
     matmuls: tuple[Matmul, ...] = field(default=())
 
     @property
@@ -97,12 +98,12 @@ _A100_8 = Curve((MIB, 4 * MIB, 16 * MIB, 64 * MIB, 1024 * MIB), (93e-6, 96e-6, 2
 _A100_4 = Curve((MIB, 4 * MIB, 16 * MIB, 64 * MIB, 1024 * MIB), (80e-6, 85e-6, 220e-6, 574e-6, 7.28e-3))
 _A100_2 = Curve((MIB, 4 * MIB, 16 * MIB, 64 * MIB, 1024 * MIB), (60e-6, 70e-6, 190e-6, 447e-6, 5.51e-3))
 
-# Hopper: eight GPUs of an H200 node with NVLS (planning notes 2.7); two GPUs without it, measured for this project.
+# Hopper: eight GPUs of an H200 node with NVLS (published NCCL tests); two GPUs without it, measured for this project.
 _H_8 = curve_from_bus_bandwidth(8, ((1, 40), (4, 107), (16, 220), (64, 347), (256, 436), (1024, 464), (16384, 482)))
 _H_4 = curve_from_bus_bandwidth(4, ((1, 35), (4, 80), (16, 185), (64, 290), (256, 360), (1024, 390)))
 _H_2 = curve_from_bus_bandwidth(2, ((1, 27), (4, 49), (16, 144), (64, 220), (256, 286), (1024, 327)))
 
-# Blackwell: planning notes 2.7 (64 MiB and 1 GiB measured in one node); smaller sizes by the H200 node's shape.
+# Blackwell: published NCCL tests (64 MiB and 1 GiB in one node); smaller sizes by the H200 node's shape.
 _B_8 = curve_from_bus_bandwidth(8, ((1, 45), (4, 120), (16, 250), (64, 401), (256, 600), (1024, 723)))
 _B_4 = curve_from_bus_bandwidth(4, ((1, 40), (4, 95), (16, 215), (64, 350), (256, 500), (1024, 600)))
 _B_2 = curve_from_bus_bandwidth(2, ((1, 30), (4, 60), (16, 180), (64, 300), (256, 420), (1024, 520)))
@@ -137,13 +138,17 @@ def _curves(two: Curve, four: Curve, eight: Curve) -> Mapping[int, Curve]:
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
         "a100-80gb": Machine(
-            "a100-80gb", 312e12, None, 108, 0.84, 0.0, 1.75e12, 0.85, _curves(_A100_2, _A100_4, _A100_8), 25e9
+            "a100-80gb", 312e12, None, 108, 0.79, 0.0, 1.75e12, 0.85, _curves(_A100_2, _A100_4, _A100_8), 25e9
         ),
         "a100-40gb": Machine(
-            "a100-40gb", 312e12, None, 108, 0.84, 0.0, 1.35e12, 0.85, _curves(_A100_2, _A100_4, _A100_8), 25e9
+            "a100-40gb", 312e12, None, 108, 0.79, 0.0, 1.35e12, 0.85, _curves(_A100_2, _A100_4, _A100_8), 25e9
         ),
         "h100-80gb": Machine(
-            "h100-80gb", 989e12, 1979e12, 132, 0.72, 0.66, 2.98e12, 0.85, _curves(_H_2, _H_4, _H_8), 50e9
+            "h100-80gb", 989e12, 1979e12, 132, 0.66, 0.55, 2.98e12, 0.85, _curves(_H_2, _H_4, _H_8), 50e9
+        ),
+        # torchtitan's Grand Teton parts: HBM2e, 500 W. Its own bf16 run at batch 2 sets the ceiling.
+        "h100-96gb-500w": Machine(
+            "h100-96gb-500w", 989e12, 1979e12, 132, 0.48, 0.43, 2.1e12, 0.85, _curves(_H_2, _H_4, _H_8), 50e9
         ),
         "h200-141gb": Machine(
             "h200-141gb",
@@ -159,17 +164,16 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
             matmuls=_H200_MATMULS,
         ),
         "b200-180gb": Machine(
-            "b200-180gb", 2250e12, 4500e12, 148, 0.74, 0.70, 7.1e12, 0.8, _curves(_B_2, _B_4, _B_8), 50e9
+            "b200-180gb", 2250e12, 4500e12, 148, 0.48, 0.54, 7.1e12, 0.8, _curves(_B_2, _B_4, _B_8), 50e9
         ),
         "gb200-186gb": Machine(
-            "gb200-186gb", 2500e12, 5000e12, 148, 0.72, 0.70, 7.1e12, 0.8, _curves(_B_2, _B_4, _B_8), 50e9
+            "gb200-186gb", 2500e12, 5000e12, 148, 0.48, 0.54, 7.1e12, 0.8, _curves(_B_2, _B_4, _B_8), 50e9
         ),
     }
 )
 """By the GPU names of the cluster catalogue."""
 
 
-@lru_cache(maxsize=64)
 def machine(name: str) -> Machine:
     """The machine of a GPU name of the catalogue.
 

@@ -26,8 +26,8 @@ class Tape:
         self.at_peak: dict[str, int] = dict(self.held)
 
     def make(self, name: str, size: int) -> None:
-        """Allocate `size` bytes; an empty tensor is no tensor."""
-        if size <= 0:
+        """Allocate `size` bytes. An empty tensor is no tensor; one that is there already is not made again."""
+        if size <= 0 or name in self.held:
             return
         self.steps.append((name, size))
         self.held[name] = size

@@ -47,7 +47,7 @@ def all_reduce_s(machine: Machine, group: GroupShape, size: float) -> float:
         return inside
     port = machine.nic_bytes_per_s * machine.nic_efficiency * group.per_node
     across = 2 * (group.nodes - 1) / group.nodes * size / port
-    latency = 2 * log2(group.nodes) * machine.nic_latency_s
+    latency = 2 * log2(group.nodes) * machine.nic_round_s
     return max(inside, across) + latency
 
 
@@ -60,7 +60,7 @@ def reduce_scatter_s(machine: Machine, group: GroupShape, size: float) -> float:
         return inside
     port = machine.nic_bytes_per_s * machine.nic_efficiency * group.per_node
     across = (group.nodes - 1) / group.nodes * size / port
-    latency = log2(group.nodes) * machine.nic_latency_s + (group.nodes - 1) * 0.1 * machine.nic_latency_s
+    latency = log2(group.nodes) * machine.nic_round_s
     return max(inside, across) + latency
 
 

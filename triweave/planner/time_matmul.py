@@ -1,4 +1,4 @@
-"""Seconds of one matrix product: tiles, waves, the ramp over K, memory traffic, and measurements where there are any."""
+"""Seconds of one matrix product: tiles, waves, the ramp over K, memory traffic, and measurements where there are."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ K_RAMP = 160
 OPERAND_RATE = {"NT": 1.0, "NN": 0.99, "TN": 0.96}
 """Relative speed of the three products of a linear layer: 0.74, 0.74 and 0.70 of peak in SimuMax's A100 tables."""
 
-_NEAR = 0.35
-"""How far a measurement reaches in the logarithm of the shape (e^0.35 = 1.4 times larger in one dimension)."""
+_NEAR = 0.7
+"""How far a measurement reaches in the logarithm of the shape (e^0.7 = twice as large in one dimension)."""
 
 
 @lru_cache(maxsize=65536)
@@ -49,13 +49,13 @@ def _model_s(machine: Machine, m: int, n: int, k: int, precision: Precision) -> 
 
 
 def _waves(tiles: int, sms: int) -> float:
-    """Rounds of tiles. The last, partly filled round costs what stream-K scheduling leaves of it: about half its gap."""
+    """Rounds of tiles. Of the last round's empty places about half cost time (stream-K, more power for the others)."""
     full, rest = divmod(tiles, sms)
     return float(full) if rest == 0 else full + 0.5 * (rest / sms + 1.0)
 
 
 def _correction(machine: Machine, m: int, n: int, k: int) -> float:
-    """Measured over modelled time near this shape: measurements weighed by their distance, the model weighing 1."""
+    """Measured over modelled time near this shape: each measurement weighs by its nearness, the model alone as 0.1."""
     total, weight = 0.0, 0.1
     for known in machine.matmuls:
         distance = (log(m / known.m) ** 2 + log(n / known.n) ** 2 + log(k / known.k) ** 2) / _NEAR**2

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from triweave.layout import Schedule
-from triweave.schedule import Kind, build_schedule, simulate
-from triweave.schedule.actions import Action
+from triweave.schedule import Action, Kind, PipelineSchedule, build_schedule, simulate
+from triweave.schedule.build import one_forward_one_backward
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
@@ -58,19 +58,44 @@ def pipeline_s(
     Raises:
         InputError: the numbers do not fit the schedule.
     """
-    if pp == 1 and vpp == 1:
-        return micro_batches * costs[0].total
-    per_rank = [sum(costs[stage].total for stage in range(rank, pp * vpp, pp)) for rank in range(pp)]
-    slowest = max(per_rank)
-    few = 4 * pp
-    if micro_batches > few + pp:
-        # Steps of pp micro-batches, so that the interleaved order's groups stay whole.
-        few += (micro_batches - few) % pp
-        first = _priced(schedule, pp, vpp, few - pp, costs, transfer_s)
+    if pp == 1:
+        return micro_batches * sum(cost.total for cost in costs)
+    slope, period = _slope(schedule, pp, vpp, costs, transfer_s)
+    # A circle through several ranks may take a while to overtake the slowest one.
+    few = 4 * pp if schedule == "interleaved" else 3 * pp if period == 1 else 8 * pp
+    if micro_batches > few + period:
+        few += (micro_batches - few) % period
+        first = _priced(schedule, pp, vpp, few - period, costs, transfer_s)
         second = _priced(schedule, pp, vpp, few, costs, transfer_s)
-        if abs(second - first - pp * slowest) <= 1e-9 * second:
-            return second + (micro_batches - few) * slowest
+        if abs(second - first - period * slope) <= 1e-9 * second:
+            return second + (micro_batches - few) * slope
     return _priced(schedule, pp, vpp, micro_batches, costs, transfer_s)
+
+
+def _slope(schedule: Schedule, pp: int, vpp: int, costs: Sequence[StageCost], transfer_s: float) -> tuple[float, int]:
+    """Seconds that one more micro-batch adds in the long run, and after how many of them the order repeats itself.
+
+    The slope is the largest mean of all circles of dependencies (Baccelli et al., Synchronization and Linearity). One
+    circle is a rank's own work. In 1F1B a micro-batch that has gone from rank i to rank j and back lets rank i start
+    another one, j - i + 1 later. Of the interleaved order only the first kind is known here.
+    """
+    if schedule == "interleaved":
+        return max(sum(costs[stage].total for stage in range(rank, pp * vpp, pp)) for rank in range(pp)), pp
+    if schedule == "gpipe":
+        backward = max(cost.backward_input + cost.backward_weight for cost in costs)
+        return max(transfer_s, *(cost.forward for cost in costs)) + max(backward, transfer_s), 1
+    best, period = max(transfer_s, *(cost.total for cost in costs)), 1
+    for first in range(pp):
+        # Zero-bubble puts the weight half of the rank that the circle returns to between its micro-batches.
+        around = costs[first].backward_weight if schedule == "zero-bubble" else 0.0
+        for last in range(first, pp):
+            cost = costs[last]
+            around += cost.forward + cost.backward_input + (0.0 if schedule == "zero-bubble" else cost.backward_weight)
+            length = last - first + 1
+            mean = (around + 2 * (last - first) * transfer_s) / length
+            if mean > best * (1 + 1e-12):
+                best, period = mean, length
+    return best, period
 
 
 def _priced(
@@ -95,6 +120,14 @@ def _priced(
     return max(free)
 
 
+def _order(schedule: Schedule, pp: int, vpp: int, micro_batches: int) -> PipelineSchedule:
+    if schedule == "1f1b" and vpp == 1:
+        # Straight from its builder: Megatron runs it with fewer micro-batches than ranks, which our rules refuse.
+        ranks = tuple(one_forward_one_backward(rank, pp, micro_batches) for rank in range(pp))
+        return PipelineSchedule(schedule, pp, micro_batches, ranks)
+    return build_schedule(schedule, pp, vpp, micro_batches)
+
+
 @lru_cache(maxsize=256)
 def _program(schedule: Schedule, pp: int, vpp: int, micro_batches: int) -> tuple[tuple[int, int, int, int], ...]:
     """Operations in an order in which each follows what it waits for: `(rank, cost, source, link)`.
@@ -102,7 +135,7 @@ def _program(schedule: Schedule, pp: int, vpp: int, micro_batches: int) -> tuple
     `source` is the position (from 1) of the operation whose result it needs, 0 where there is none; `link` the
     channel the result travels on, -1 if it stays on the rank.
     """
-    order = build_schedule(schedule, pp, vpp, micro_batches)
+    order = _order(schedule, pp, vpp, micro_batches)
     last = order.num_stages - 1
     # Any prices give a valid order; equal ones keep the messages of a link in the order in which they are sent.
     timeline = simulate(order, lambda action: 1.0)

@@ -23,6 +23,25 @@ class Bytes:
     backward: float
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Seconds that the host needs to launch a layer: where the GPU is faster, it waits for this."""
+
+    forward: float
+    backward: float
+    collective: float
+    """For each tensor-parallel collective, on top."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """Shares of a layer's forward that a stack's own selective recomputation repeats in backward."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Stack:
     """One software stack; compared by identity, being a key under which costs are remembered."""
@@ -41,15 +60,19 @@ class Stack:
     """Per element of the MLP's inner width."""
     loss: Bytes = Bytes(8, 6)
     """Per logit, beyond the head's product."""
-    kernels: tuple[int, int] = (20, 45)
-    """Kernels of a layer, forward and backward: the host's floor."""
-    accumulate: float = 8.0
-    """Bytes per parameter that adding one micro-batch's weight gradient moves beyond the product's own output."""
+    host: Host = Host(0.25e-3, 0.5e-3, 30e-6)
+    accumulate: float = 0.0
+    """Bytes per parameter that adding one micro-batch's weight gradient moves in a pass of its own; 0 where the product
+    adds to its output."""
     gradient_size: int = 4
     """Bytes of a gradient on the wire between data-parallel ranks."""
+    reduces_whole: bool = False
+    """Whether gradients are summed whole on every rank although each keeps only its shard of them."""
     optimizer: float = 34.0
     """Bytes per parameter of the shard: Adam reads and writes two moments and the master (24), reads the gradient for
     the norm and for the update (8), writes the weight (2)."""
+    shard_copies: float = 0.0
+    """ZeRO-3: bytes per parameter and micro-batch for unpacking gathered weights and packing gradients."""
     overlap_dp: float = 0.0
     """Share of the data-parallel communication that the stack hides under compute where there is room."""
     overlap_tp: bool = True
@@ -60,20 +83,30 @@ class Stack:
     """Whether sequence parallelism keeps the sharded input and gathers it again in backward."""
     fused_gate: bool = True
     """Whether gate and up are one product."""
+    pipelined: float = 1.0
+    """Share of a tensor-parallel collective that stays exposed: below 1 where it is cut in pieces with its product."""
     links: float = 1.0
     """Share of the measured speed of tensor-parallel collectives that training reaches."""
     overlap_pp: bool = True
     """Whether a stage computes while its messages travel."""
+    sends_slices: bool = True
+    """Whether tensor-parallel ranks each send their slice of an activation to the next stage, or all send the whole."""
+    cast: float = 4.0
+    """fp8: bytes per element of a product's input for scaling, casting and transposing it."""
     slowdown: float = 0.12
     """What a collective takes from the compute that it runs beside."""
+    rerun: Rerun = Rerun()
+    """Beside what the layout recomputes."""
+    sequence_parallel: bool = True
+    """What the stack does where a measurement does not say."""
     split: Split = "layers"
-    """How the stack cuts a pipeline: equal layers, or equal modules with embedding, norm and head counted as one each."""
+    """How the stack cuts a pipeline: equal layers, or equal modules, embedding, norm and head counting as one each."""
     efficiency: float = 1.0
     """Modelled over measured compute time of the measurements that the stack was calibrated on."""
 
 
 EAGER_NORM = Bytes(36, 80)
-"""RMSNorm of plain PyTorch: to float32 (6), square (8), mean (4), scale (8), to bf16 (6), weight (4); about twice back."""
+"""RMSNorm of plain PyTorch: to float32 (6), square (8), mean (4), scale (8), to bf16 (6), weight (4); twice back."""
 EAGER_ROTARY = Bytes(20, 20)
 """x cos (4), negate and concatenate (6), sin (4), add (6)."""
 EAGER_ACTIVATION = Bytes(10, 16)
@@ -88,22 +121,39 @@ TRIWEAVE = Stack(
     heads=Bytes(2, 4),
     activation=Bytes(10, 40),
     loss=EAGER_LOSS,
+    links=0.7,
 )
 """This package's trainer: eager, fused norm and attention kernels, weight gradients added by the product itself."""
 
-COMPILED = Stack("compiled", heads=Bytes(2, 2), loss=Bytes(10, 8), kernels=(10, 20), overlap_dp=1.0)
+FSDP2_COPIES = 18.0
+"""Two gathers unpacked, read and written (4 each), and gradients packed in float32 (10)."""
+
+COMPILED = Stack(
+    "compiled",
+    shard_copies=FSDP2_COPIES,
+    cast=10.0,
+    links=0.7,
+    heads=Bytes(2, 2),
+    loss=Bytes(10, 8),
+    host=Host(0.1e-3, 0.2e-3, 20e-6),
+    overlap_dp=1.0,
+)
 """torch.compile (torchtitan): element-wise chains fused."""
 
 EAGER_TITAN = Stack(
     "eager",
+    shard_copies=FSDP2_COPIES,
     norm=Bytes(4, 10),
     rotary=Bytes(24, 24),
     activation=EAGER_ACTIVATION,
     loss=EAGER_LOSS,
     overlap_dp=1.0,
 )
+"""torchtitan without torch.compile."""
 
-TRANSFORMER_ENGINE = Stack("megatron-te", loss=Bytes(8, 6), kernels=(14, 30), overlap_dp=1.0)
+TRANSFORMER_ENGINE = Stack(
+    "megatron-te", loss=Bytes(8, 6), pipelined=0.25, host=Host(0.2e-3, 0.4e-3, 20e-6), overlap_dp=1.0
+)
 """Megatron-Core with Transformer Engine kernels, as NeMo and Megatron-Bridge run it."""
 
 MEGATRON_2021 = Stack(
@@ -119,6 +169,8 @@ MEGATRON_2021 = Stack(
     accumulate=6.0,
     overlap_tp=False,
     overlap_pp=False,
+    efficiency=0.95,
+    host=Host(1.2e-3, 0.9e-3, 60e-6),
 )
 """Megatron-LM and Megatron-DeepSpeed before FlashAttention: fused softmax, bias-gelu and bias-dropout-add."""
 
@@ -130,10 +182,12 @@ SCALING_RMS = Stack(
     heads=Bytes(4, 4),
     activation=EAGER_ACTIVATION,
     loss=EAGER_LOSS,
-    gradient_size=2,
+    gradient_size=4,
+    reduces_whole=True,
     accumulate=6.0,
     overlap_tp=False,
     overlap_pp=False,
+    sends_slices=False,
     reductions=3,
     gathers_again=False,
     fused_gate=False,
@@ -150,9 +204,9 @@ FSDP_MPT = Stack(
     rotary=Bytes(0, 0),
     heads=Bytes(4, 4),
     activation=Bytes(4, 6),
-    loss=EAGER_LOSS,
+    loss=Bytes(6, 6),
     gradient_size=2,
-    accumulate=0.0,
     overlap_dp=1.0,
+    efficiency=0.97,
 )
-"""MosaicML's LLM Foundry: FSDP with prefetch, Triton FlashAttention, eager PyTorch."""
+"""MosaicML's LLM Foundry: FSDP with prefetch, Triton FlashAttention, fused cross entropy, eager PyTorch."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, fields
 
 from triweave.cluster import Cluster
 from triweave.errors import InputError, Problem, nearest_number
@@ -12,13 +13,14 @@ from triweave.planner.machine import Machine, machine
 from triweave.planner.time_collectives import (
     GroupShape,
     all_reduce_s,
-    group_shape,
     overlapped_s,
     reduce_scatter_s,
     send_s,
 )
-from triweave.planner.time_layer import Parts, Place, Work, add, embedding_work, head_work, layer_work, place_of, scaled
+from triweave.planner.time_ends import embedding_work, head_work
+from triweave.planner.time_layer import layer_work
 from triweave.planner.time_matmul import Precision
+from triweave.planner.time_parts import Place, Work, add, chain, place_of
 from triweave.planner.time_pipeline import StageCost, pipeline_s
 from triweave.planner.time_shapes import Decoder, decoder_of
 from triweave.planner.time_stack import TRIWEAVE, Stack
@@ -33,6 +35,8 @@ class Breakdown:
     memory_bound: float
     tensor_parallel: float
     context_parallel: float
+    host: float
+    """The GPU waits for kernels to be launched."""
     pipeline: float
     """Bubble, imbalance and messages that the rank waits for."""
     data_parallel: float
@@ -47,6 +51,7 @@ class Breakdown:
             + self.memory_bound
             + self.tensor_parallel
             + self.context_parallel
+            + self.host
             + self.pipeline
             + self.data_parallel
             + self.optimizer
@@ -76,8 +81,19 @@ class StepTime:
     breakdown: Breakdown
 
 
-SPREAD = 0.10
-"""Half width of the 90 % range, as a share of the step."""
+UNCERTAINTY = Breakdown(
+    matmul=0.14,
+    attention=0.20,
+    memory_bound=0.25,
+    tensor_parallel=0.35,
+    context_parallel=0.50,
+    host=0.35,
+    pipeline=0.70,
+    data_parallel=0.60,
+    optimizer=0.30,
+)
+"""Half width of the 90 % range of each part, as a share of it; the parts' errors are taken as independent. Chosen so
+that about nine tenths of the held-out predictions of `bench/predict_time.py` fall inside."""
 
 
 def predict_step(
@@ -112,7 +128,7 @@ def predict_step(
     per_node = cluster.gpus_per_node
     place = place_of(decoder, layout, gpu, stack, seq_len=seq_len, gpus_per_node=per_node, precision=precision)
     micro_batches = layout.micro_batches(global_batch)
-    works = [_stage_parts(place, layout, stage) for stage in range(layout.num_stages)]
+    works = [_stage_work(place, layout, stage) for stage in range(layout.num_stages)]
     transfer = _transfer_s(place, layout, per_node)
     waits = 0.0 if stack.overlap_pp or layout.num_stages == 1 else transfer
     sharded = _sharding_s(place, layout, works, per_node) if layout.shard == "full" else [(0.0, 0.0)] * len(works)
@@ -124,15 +140,11 @@ def predict_step(
         )
         for work, gathered in zip(works, sharded, strict=True)
     ]
-    schedule = layout.schedule if layout.pp > 1 else "gpipe"
-    length = pipeline_s(schedule, layout.pp, layout.vpp, micro_batches, costs, transfer - waits)
-    busy = [
-        micro_batches * sum(costs[stage].total for stage in layout.stages_of(rank)) for rank in range(layout.pp)
-    ]
+    length = pipeline_s(layout.schedule, layout.pp, layout.vpp, micro_batches, costs, transfer - waits)
+    busy = [micro_batches * sum(costs[stage].total for stage in layout.stages_of(rank)) for rank in range(layout.pp)]
     longest = max(range(layout.pp), key=lambda rank: busy[rank])
     stages = layout.stages_of(longest)
-    parts = add(*(_all_of(works[stage]) for stage in stages))
-    parts = scaled(parts, micro_batches)
+    parts = add(*(part for stage in stages for part in works[stage])).times(micro_batches)
     gathering = micro_batches * sum(sum(sharded[stage]) for stage in stages)
     data_parallel, optimizer = _after_backward(place, layout, longest, busy[longest], micro_batches, per_node)
     breakdown = Breakdown(
@@ -141,6 +153,7 @@ def predict_step(
         parts.memory,
         parts.tensor_parallel,
         parts.context_parallel,
+        parts.host,
         length - parts.total - gathering,
         gathering + data_parallel,
         optimizer,
@@ -153,7 +166,7 @@ def predict_step(
     flops = [decoder.flops_per_token(seq_len, causal=causal) * tokens / step / peak for causal in (True, False)]
     return StepTime(
         step,
-        (step * (1 - SPREAD), step * (1 + SPREAD)),
+        _range(step, breakdown),
         tokens / step,
         Mfu(flops[0], flops[1], peak),
         1.0 - sum(busy) / (length * layout.pp),
@@ -167,7 +180,9 @@ def _check(layout: Layout, global_batch: int) -> None:
     if global_batch % share or global_batch < share:
         rule = f"must be a multiple of dp {layout.dp} x micro_batch {layout.micro_batch} = {share}"
         below = max(1, global_batch // share) * share
-        problems.append(Problem("train.global_batch", global_batch, rule, nearest_number(global_batch, (below, below + share))))
+        problems.append(
+            Problem("train.global_batch", global_batch, rule, nearest_number(global_batch, (below, below + share)))
+        )
     if len(layout.layers) != layout.num_stages:
         rule = f"must name the layers of {layout.num_stages} virtual stages, not of {len(layout.layers)}"
         problems.append(Problem("layout.layers", layout.layers, rule))
@@ -175,31 +190,23 @@ def _check(layout: Layout, global_batch: int) -> None:
         raise InputError(problems)
 
 
-def _stage_parts(place: Place, layout: Layout, stage: int) -> Work:
+def _stage_work(place: Place, layout: Layout, stage: int) -> Work:
     """One micro-batch on one virtual stage."""
-    layer = layer_work(place)
-    count = len(layout.layers_of(stage))
-    works = [Work(*(scaled(parts, count) for parts in _fields(layer)))]
+    works = [layer_work(place).times(len(layout.layers_of(stage)))]
     if stage == 0:
         works.append(embedding_work(place))
     if stage == layout.num_stages - 1:
         works.append(head_work(place))
-    return Work(*(add(*column) for column in zip(*(_fields(work) for work in works), strict=True)))
-
-
-def _fields(work: Work) -> tuple[Parts, Parts, Parts, Parts]:
-    return work.forward, work.backward_input, work.backward_weight, work.recompute
-
-
-def _all_of(work: Work) -> Parts:
-    return add(*_fields(work))
+    return chain(*works)
 
 
 def _transfer_s(place: Place, layout: Layout, gpus_per_node: int) -> float:
     """One activation, or its gradient, from a stage to the next."""
     if layout.pp == 1:
         return 0.0
-    size = 2.0 * place.tokens * place.decoder.hidden / place.tp.ranks
+    size = 2.0 * place.tokens * place.decoder.hidden
+    if place.sequence_parallel or place.stack.sends_slices:
+        size /= place.tp.ranks
     crosses = layout.tp * layout.cp * layout.dp >= gpus_per_node
     return send_s(place.machine, size, crosses_nodes=crosses)
 
@@ -234,13 +241,14 @@ def _sharding_s(place: Place, layout: Layout, works: list[Work], gpus_per_node: 
         backward = (work.recompute.total + work.backward_input.total + work.backward_weight.total) / count
         hidden_forward = overlapped_s(gather, forward, stack.slowdown)
         hidden_backward = overlapped_s(gather + scatter, backward, stack.slowdown)
+        copies = stack.shard_copies * layer * count / place.machine.hbm_kernel_bytes_per_s
         share = stack.overlap_dp
         added_forward = count * (share * hidden_forward + (1 - share) * gather)
         added_backward = count * (share * hidden_backward + (1 - share) * (gather + scatter))
         if share:
             added_forward += max(0.0, gather - overlapped_s(gather, forward, 0.0))
             added_backward += max(0.0, scatter - overlapped_s(scatter, backward, 0.0))
-        result.append((added_forward, added_backward))
+        result.append((added_forward + copies / 3, added_backward + copies * 2 / 3))
     return result
 
 
@@ -261,7 +269,7 @@ def _after_backward(
     if layout.shard == "none":
         reduce, gather = all_reduce_s(gpu, group, gradients), 0.0
     else:
-        reduce = reduce_scatter_s(gpu, group, gradients)
+        reduce = (all_reduce_s if stack.reduces_whole else reduce_scatter_s)(gpu, group, gradients)
         gather = reduce_scatter_s(gpu, group, 2.0 * parameters)
     if layout.shard == "gradients":
         reduce *= micro_batches
@@ -271,6 +279,7 @@ def _after_backward(
     return stack.overlap_dp * hidden + (1 - stack.overlap_dp) * (reduce + gather), optimizer
 
 
-def with_spread(step: StepTime, spread: float) -> StepTime:
-    """The same prediction with another 90 % range, as a share of the step."""
-    return replace(step, range_s=(step.step_s * (1 - spread), step.step_s * (1 + spread)))
+def _range(step: float, breakdown: Breakdown) -> tuple[float, float]:
+    variance = sum((getattr(breakdown, part.name) * getattr(UNCERTAINTY, part.name)) ** 2 for part in fields(Breakdown))
+    spread = math.sqrt(variance) / step
+    return step / (1 + spread), step * (1 + spread)

@@ -12,6 +12,7 @@ import torch
 
 from triweave.collectives import all_reduce
 from triweave.config.document import to_yaml
+from triweave.config.schema import Run
 from triweave.config.validate import ResolvedRun
 from triweave.data.cache import PreparedData
 from triweave.data.dataset import Dataset
@@ -31,11 +32,14 @@ from triweave.training.metrics import (
     TensorBoard,
     device_capacity,
     device_peak_flops,
+    drop_lines,
     peak_memory,
 )
 from triweave.training.process import Process
 from triweave.training.processes import choose_device, process_group
 from triweave.training.step import evaluate_step, train_step
+
+VALIDATION_FILE = "validation.jsonl"
 
 
 def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> int:
@@ -75,7 +79,7 @@ class _Training:
 
     def run(self) -> None:
         """Train from where the run is to its end."""
-        run, started = self.run_file, time.monotonic()
+        run, started, spent = self.run_file, time.monotonic(), 0.0
         done = self.resume()
         console = Console(self.num_steps, done, speaks=self.first)
         sinks = self.open_sinks(done)
@@ -90,11 +94,12 @@ class _Training:
                 self.record_validation(done, loss)
             for step in range(done, self.num_steps):
                 metrics = self.step(step)
+                spent += metrics.step_s
                 for sink in sinks:
                     sink.write(metrics)
                 last = metrics.step == self.num_steps
                 if last or metrics.step % run.log.every_steps == 0:
-                    left = (time.monotonic() - started) / (metrics.step - done) * (self.num_steps - metrics.step)
+                    left = spent / (metrics.step - done) * (self.num_steps - metrics.step)
                     console.say(self.meter.line(metrics, self.num_steps, left))
                 console.advance()
                 if last or (run.checkpoint.every_steps and metrics.step % run.checkpoint.every_steps == 0):
@@ -142,7 +147,7 @@ class _Training:
     def record_validation(self, step: int, loss: float | None) -> None:
         """Add a line to `validation.jsonl`: the only place of the loss before the first step."""
         if self.first:
-            with (self.folder / "validation.jsonl").open("a", encoding="utf-8") as file:
+            with (self.folder / VALIDATION_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "val_loss": loss}) + "\n")
 
     def peak_over_ranks(self) -> tuple[float, float]:
@@ -153,11 +158,8 @@ class _Training:
 
     def resume(self) -> int:
         """Load the checkpoint that the run file asks for; returns the steps that are done."""
-        source = checkpoint_to_resume(self.run_file.resume, self.folder)
-        if source is None:
-            return 0
-        check_resumable(source, self.resolved, self.prepared)
-        return load_checkpoint(source, self.engine).step
+        source = checkpoint_to_resume(self.run_file)
+        return 0 if source is None else load_checkpoint(source, self.engine).step
 
     def save(self, step: int) -> None:
         """Write a checkpoint of the state after `step` steps."""
@@ -187,6 +189,7 @@ class _Training:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "run.yaml").write_text(to_yaml(self.run_file), encoding="utf-8")
         sinks: list[Sink] = [JsonLines(self.folder / "metrics.jsonl", after_step=done)]
+        drop_lines(self.folder / VALIDATION_FILE, after_step=done - 1)  # after step `done` it is measured again
         if "tensorboard" in self.run_file.log.to:
             sinks.append(TensorBoard(self.folder / "tensorboard"))
         return sinks
@@ -200,14 +203,25 @@ def number_of_steps(resolved: ResolvedRun, data: Dataset) -> int:
     return steps_for(train.epochs or 1.0, data.num_sequences, train.global_batch)
 
 
-def checkpoint_to_resume(resume: str, folder: Path) -> Path | None:
-    """The checkpoint that `resume` names, None to start anew."""
-    if resume == "never":
+def checkpoint_to_resume(run: Run) -> Path | None:
+    """The checkpoint that `run.resume` names, None to start anew."""
+    if run.resume == "never":
         return None
-    if resume != "auto":
-        return Path(resume)
-    found = checkpoints(folder / "checkpoints")
+    if run.resume != "auto":
+        return Path(run.resume)
+    found = checkpoints(Path(run.output_dir) / "checkpoints")
     return found[-1] if found else None
+
+
+def check_resume(resolved: ResolvedRun, prepared: PreparedData) -> None:
+    """Check the checkpoint that the run goes on from, if it does; one process does this before the ranks meet.
+
+    Raises:
+        InputError: it is none, or not one of this run.
+    """
+    source = checkpoint_to_resume(resolved.run)
+    if source is not None:
+        check_resumable(source, resolved, prepared)
 
 
 def check_resumable(source: Path, resolved: ResolvedRun, prepared: PreparedData) -> None:
@@ -226,7 +240,8 @@ def check_resumable(source: Path, resolved: ResolvedRun, prepared: PreparedData)
         for key, now, then in pairs
         if now != then
     ]
-    if prepared.summary.fingerprint != progress.data:
+    # Another seed holds out other examples: then the data differ, and not by a mistake of their own.
+    if prepared.summary.fingerprint != progress.data and run.seed == progress.seed:
         rule = f"gives other training sequences than those of the checkpoint {source}"
         problems.append(Problem("data.train", ", ".join(run.data.train), rule, "the former data, or resume: never"))
     if problems:

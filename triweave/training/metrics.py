@@ -7,7 +7,7 @@ import os
 import resource
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -149,10 +149,8 @@ class JsonLines:
 
     def __init__(self, path: Path, *, after_step: int) -> None:
         """Appends; lines of steps after `after_step` (from a run that is resumed before its end) are dropped."""
-        kept = _lines_until(path, after_step) if path.exists() else []
-        self._file = path.open("w", encoding="utf-8")
-        self._file.writelines(kept)
-        self._file.flush()
+        drop_lines(path, after_step=after_step)
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:
         """Append the step's line and hand it to the disk."""
@@ -164,16 +162,22 @@ class JsonLines:
         self._file.close()
 
 
-def _lines_until(path: Path, step: int) -> list[str]:
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            record: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the line that was being written when the run was stopped
-        if record.get("step", 0) <= step:
-            kept.append(line)
-    return kept
+def drop_lines(path: Path, *, after_step: int) -> None:
+    """Drop what a file of JSON lines says of steps after `after_step`, and what was cut off in being written."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= after_step]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    partial.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """The step that a line is about; infinite if the line is not whole."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 TENSORBOARD_NAMES = {

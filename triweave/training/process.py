@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 
 from triweave.errors import InputError, Problem
+
+GRACE_S = 5.0
+"""Time that ranks get to end by themselves after another has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +28,30 @@ def started_by_launcher() -> Process | None:
     """What torchrun (or another launcher that sets the same variables) says of this process; None without one.
 
     Raises:
-        InputError: only some of the variables are set.
+        InputError: only some of the variables are set, or not to what they can be.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    if "RANK" not in found and "WORLD_SIZE" not in found:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
+    numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    names = (*numbers, "MASTER_ADDR", "MASTER_PORT")
+    found = {name: os.environ[name] for name in names if name in os.environ}
     if missing := [name for name in names if name not in found]:
-        rule = f"lacks {', '.join(missing)}; torchrun sets all four"
+        rule = f"lacks {', '.join(missing)}; torchrun sets all {len(names)}"
         raise InputError(Problem("environment", ", ".join(found), rule))
-    rank, world_size, local_rank, local_world_size = (int(found[name]) for name in names)
+    if wrong := [name for name in numbers if not found[name].isdecimal()]:
+        raise InputError(Problem(name, repr(found[name]), "must be a number, as torchrun sets it") for name in wrong)
+    rank, world_size, local_rank, local_world_size = (int(found[name]) for name in numbers)
+    for name, value, size in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, local_world_size)):
+        if value >= size:
+            raise InputError(Problem(name, value, f"must be below the {size} ranks that torchrun names beside it"))
     return Process(rank, world_size, local_rank, local_world_size)
+
+
+def let_the_first_rank_speak() -> None:
+    """Wait, on all ranks of a host but its first: what is wrong with the input is wrong for each of them.
+
+    The first one says it and ends, whereupon the launcher ends the others. A rank that is still there after
+    `GRACE_S` has met something of its own.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(GRACE_S)

@@ -8,11 +8,15 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -21,10 +25,10 @@ import torch.distributed as dist
 
 from triweave.config.schema import RuntimeConfig
 from triweave.errors import InputError, Problem, TriweaveError
-from triweave.training.process import Process
+from triweave.training.process import GRACE_S, Process, let_the_first_rank_speak
 
-GRACE_S = 5.0
-"""Time that ranks get to end by themselves after another has failed, before they are killed."""
+SETTLE_S = 0.5
+"""Time in which ranks that fail because another did are heard too, so that the first of them is told."""
 
 
 def choose_device(config: RuntimeConfig, process: Process) -> torch.device:
@@ -44,7 +48,10 @@ def choose_device(config: RuntimeConfig, process: Process) -> torch.device:
 
 @contextmanager
 def process_group(process: Process, device: torch.device, timeout_s: int) -> Iterator[None]:
-    """The default process group of a run: NCCL on GPUs, gloo on the CPU; none for a single process."""
+    """The default process group of a run: NCCL on GPUs, gloo on the CPU; none for a single process.
+
+    After an error the group stays: leaving it would make the other ranks fail too, before this one has told why.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if process.world_size == 1:
@@ -57,79 +64,144 @@ def process_group(process: Process, device: torch.device, timeout_s: int) -> Ite
         world_size=process.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a rank ended, as it tells the process that started it."""
+
+    code: int
+    """Exit code of the rank."""
+    message: str = ""
+    """What went wrong; empty if nothing did."""
+    foreseen: bool = True
+    """Whether triweave raised the error on purpose; then other ranks are likely to say the same."""
+    time_s: float = field(default_factory=time.monotonic)
+    """When: one clock for all processes of a host."""
 
 
 def run_ranks(num_ranks: int, function: Callable[[Process], int]) -> int:
     """Run `function` on `num_ranks` processes of this host and return the exit code of the run.
 
-    The first rank that fails ends the others: no rank waits for one that is gone. Ctrl-C reaches all of them.
+    The first rank that fails ends the others and is the only one that is told of: no rank waits for one that is
+    gone. Ctrl-C ends all of them, and so does the end of this process, whatever ended it.
     """
     if num_ranks == 1:
         return function(Process())
-    # One server imports torch once and forks the ranks; it never touches a GPU.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["triweave.training.loop", "triweave.verify.run"])
+    _start_server(context)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    ranks: dict[Connection, BaseProcess] = {}
     with tempfile.TemporaryDirectory(prefix="triweave-") as folder:
         init_method = Path(folder, "rendezvous").as_uri()
-        ranks = [
-            context.Process(
-                target=_rank_main,
-                args=(function, Process(rank, num_ranks, rank, num_ranks, init_method), threads),
-                name=f"rank {rank}",
-            )
-            for rank in range(num_ranks)
-        ]
-        for rank in ranks:
-            rank.start()
         try:
+            for number in range(num_ranks):
+                process = Process(number, num_ranks, number, num_ranks, init_method)
+                told, tell = context.Pipe(duplex=False)
+                rank = context.Process(
+                    target=_rank_main, args=(function, process, threads, tell), name=f"rank {number}", daemon=True
+                )
+                rank.start()
+                tell.close()
+                ranks[told] = rank
             return _wait_for(ranks)
         except KeyboardInterrupt:
             return 130
         finally:
-            _end(ranks)
+            _end(list(ranks.values()))
 
 
-def guarded(function: Callable[[], int]) -> int:
-    """Run `function`; an error that triweave raises on purpose becomes one message and its exit code."""
+def run_as_rank(process: Process, function: Callable[[Process], int]) -> int:
+    """Run `function` as the rank that a launcher has made of this process and return its exit code.
+
+    Does not return after an error: a rank whose peers are gone must not wait for them in a destructor.
+    """
+    ending = _ending_of(function, process)
+    if ending.message:
+        if ending.foreseen:
+            let_the_first_rank_speak()
+        print(f"error: {ending.message}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(ending.code)
+    return ending.code
+
+
+def _ending_of(function: Callable[[Process], int], process: Process) -> Ending:
     try:
-        return function()
+        return Ending(function(process))
     except TriweaveError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return Ending(error.exit_code, str(error))
     except KeyboardInterrupt:
-        return 130
-
-
-def _rank_main(function: Callable[[Process], int], process: Process, threads: int) -> None:
-    torch.set_num_threads(threads)
-    try:
-        code = guarded(lambda: function(process))
+        return Ending(130, f"rank {process.rank} was interrupted")
     except Exception:
-        print(f"rank {process.rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        code = 1
+        return Ending(1, f"rank {process.rank} failed\n{traceback.format_exc().rstrip()}", foreseen=False)
+
+
+def _start_server(context: mp.context.ForkServerContext) -> None:
+    """Start the server that imports torch once and forks the ranks; it never touches a GPU."""
+    context.set_forkserver_preload(["triweave.training.loop", "triweave.verify.run"])
+    # Ctrl-C reaches every process of a terminal. The server and the ranks leave it to the one that started them.
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def _rank_main(function: Callable[[Process], int], process: Process, threads: int, tell: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    ending = _ending_of(function, process)
     sys.stdout.flush()
-    # Not sys.exit: a rank whose peers are gone must not wait for them in a destructor.
-    os._exit(code)
+    tell.send(ending)
+    os._exit(ending.code)  # why not sys.exit: see run_as_rank
 
 
-def _wait_for(ranks: Sequence[BaseProcess]) -> int:
-    """Wait until all ranks are done or one has failed; the first failure's code, or 0."""
-    waiting = {rank.sentinel: rank for rank in ranks}
-    while waiting:
-        for sentinel in multiprocessing.connection.wait(list(waiting)):
-            rank = waiting.pop(sentinel)  # type: ignore[arg-type]
-            rank.join()
-            if rank.exitcode:
-                if rank.exitcode < 0:
-                    name = signal.Signals(-rank.exitcode).name
-                    print(f"error: {rank.name} was ended by {name}", file=sys.stderr, flush=True)
-                return rank.exitcode if rank.exitcode > 0 else 1
-    return 0
+def _end_with_parent() -> None:
+    """End this rank when the process that started it is gone, even if that was killed."""
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _wait_for(ranks: Mapping[Connection, BaseProcess]) -> int:
+    """Wait until all ranks are done or one has failed; tell what failed first and return its code, or 0."""
+    waiting = dict(ranks)
+    failures: list[Ending] = []
+    deadline = float("inf")
+    while waiting and time.monotonic() < deadline:
+        patience = max(0.0, deadline - time.monotonic()) if failures else None
+        ready = multiprocessing.connection.wait(list(waiting), patience)
+        for told in [told for told in waiting if told in ready]:
+            ending = _told(told, waiting.pop(told))
+            if ending.code:
+                failures.append(ending)
+                deadline = min(deadline, time.monotonic() + SETTLE_S)
+    if not failures:
+        return 0
+    first = min(failures, key=lambda ending: ending.time_s)
+    if first.message:
+        print(f"error: {first.message}", file=sys.stderr, flush=True)
+    return first.code
+
+
+def _told(told: Connection, rank: BaseProcess) -> Ending:
+    """What a rank says of its end, or what is seen of it if it could say nothing."""
+    try:
+        ending: Ending = told.recv()
+        return ending
+    except (EOFError, OSError):
+        rank.join()
+    code = rank.exitcode or 0
+    if code >= 0:
+        return Ending(1, f"{rank.name} left with exit code {code}")
+    name = signal.Signals(-code).name
+    # A library may abort because a peer is gone; any other signal came first.
+    when = time.monotonic() if name == "SIGABRT" else 0.0
+    return Ending(1, f"{rank.name} was ended by {name}", time_s=when)
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,16 +66,17 @@ def start(
     resolved = validate(adjust(run, first.layout.dp), world_size=world_size, gpus_per_node=per_node)
 
     from triweave.data.cache import prepare
-    from triweave.training.processes import run_ranks
 
-    speaks = launched is None or launched.local_rank == 0
-    prepared = prepare(resolved.run, resolved.spec.vocab_size, _progress if speaks else None)
+    with _progress(speaks=launched is None or launched.local_rank == 0) as progress:
+        prepared = prepare(resolved.run, resolved.spec.vocab_size, progress)
+
+    from triweave.training.processes import run_as_rank, run_ranks
+
     todo = job()
     if launched is None or launched.rank == 0:
         todo.before(resolved, prepared)
-    if launched is not None:
-        return todo.rank(resolved, prepared, launched)
-    return run_ranks(world_size, functools.partial(todo.rank, resolved, prepared))
+    rank = functools.partial(todo.rank, resolved, prepared)
+    return run_ranks(world_size, rank) if launched is None else run_as_rank(launched, rank)
 
 
 def ranks_to_start(run: Run, nproc: int | None) -> int:
@@ -98,10 +100,18 @@ def ranks_to_start(run: Run, nproc: int | None) -> int:
     return max(1, layout.tp * layout.pp * layout.cp * (layout.dp or 1))
 
 
-def _progress(what: str, count: int) -> None:
-    """Tell how far the data is: on one line that is written over, or a line each where there is no terminal."""
-    text = f"preparing data: {what} {count:,}"
-    if sys.stderr.isatty():
-        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
-    else:
-        print(text, file=sys.stderr, flush=True)
+@contextmanager
+def _progress(*, speaks: bool) -> Iterator[Callable[[str, int], None]]:
+    """Tells how far the data is: on one line that is written over, or a line each where there is no terminal."""
+    terminal = speaks and sys.stderr.isatty()
+    begin, end = ("\r", "\x1b[K") if terminal else ("", "\n")
+
+    def tell(what: str, count: int) -> None:
+        if speaks:
+            print(f"{begin}preparing data: {what} {count:,}", end=end, file=sys.stderr, flush=True)
+
+    try:
+        yield tell
+    finally:
+        if terminal:
+            print(f"{begin}{end}", end="", file=sys.stderr, flush=True)

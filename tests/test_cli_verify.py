@@ -1,0 +1,65 @@
+"""`triweave verify`: yes, with the documented JSON; no, with the name of what differs; and both as exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import linked_workspace, made_once, make_workspace, triweave
+
+# triweave, but for the weights that rank 3 reads of one product. Ranks import this file too.
+DRIVER = """\
+import torch.distributed as dist
+
+from triweave.checkpoint.hugging_face_read import WeightReader
+
+read = WeightReader.read
+
+
+def read_wrongly(self, name, **how):
+    wrong = dist.get_rank() == 3 and name == "model.layers.2.mlp.down_proj.weight"
+    return read(self, name, **how) * (1.01 if wrong else 1)
+
+
+WeightReader.read = read_wrongly
+
+if __name__ == "__main__":
+    from triweave.cli import main
+
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace that is only read."""
+    return made_once(tmp_path_factory, "inputs", make_workspace)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_good_layout_passes(source: Path, tmp_path: Path, dtype: str) -> None:
+    """Exit code 0, and nothing on standard output but one JSON document with the keys of the contract."""
+    folder = linked_workspace(source, tmp_path / "here")
+    done = triweave("verify", "run.yaml", "--json", f"--model.dtype={dtype}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert list(answer) == ["pass", "loss", "worst_gradient", "first_difference"]
+    assert list(answer["loss"]) == ["reference", "layout", "abs"]
+    assert list(answer["worst_gradient"]) == ["name", "rel"]
+    assert answer["pass"] is True
+    assert answer["first_difference"] is None
+    assert answer["loss"]["abs"] == abs(answer["loss"]["layout"] - answer["loss"]["reference"])
+    assert answer["worst_gradient"]["rel"] < (1e-5 if dtype == "float32" else 0.1)
+    # Rounding to bfloat16 is seen: this is not float32 under another name.
+    assert (answer["worst_gradient"]["rel"] > 1e-3) == (dtype == "bfloat16")
+
+
+def test_wrong_weights_of_one_rank_are_named(source: Path, tmp_path: Path) -> None:
+    """One rank's slice is off by a hundredth: exit code 1, and the module that holds it is the first difference."""
+    folder = linked_workspace(source, tmp_path / "here")
+    (folder / "driver.py").write_text(DRIVER)
+    done = triweave("verify", "run.yaml", cwd=folder, module=("driver",))
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1] == "DIFFERENT: the first to differ is model.layers.2.mlp"
+    assert "error" not in done.stderr

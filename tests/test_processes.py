@@ -1,0 +1,152 @@
+"""Ranks of one host: the first to fail is told of, whatever the others do because of it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from triweave.errors import AnswerIsNo, InputError, Problem
+from triweave.training.process import Process, started_by_launcher
+from triweave.training.processes import GRACE_S, run_ranks
+
+
+def rank_main(what: Callable[[], int], process: Process) -> int:
+    """Rank 1 does `what`; the others would be busy for a minute."""
+    if process.rank == 1:
+        return what()
+    time.sleep(60)
+    return 0
+
+
+def refuse(kind: type[Exception]) -> int:
+    """Fail."""
+    raise kind("it does not fit") if kind is not InputError else InputError(Problem("a.b", 3, "is odd"))
+
+
+def leave(code: int) -> int:
+    """End this process as a library might."""
+    os._exit(code)
+
+
+def die(name: int) -> int:
+    """End this process by a signal."""
+    os.kill(os.getpid(), name)
+    return 0
+
+
+def raise_after(signal_file: Path, process: Process) -> int:
+    """Fail on every rank, on rank 2 first."""
+    if process.rank == 2:
+        signal_file.touch()
+    else:
+        while not signal_file.exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+    raise AnswerIsNo(f"said by rank {process.rank}")
+
+
+def stumble_over_killed(process: Process) -> int:
+    """Rank 2 is killed; the others fail at about the same time."""
+    if process.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("connection closed by peer")
+
+
+def answer_of(process: Process) -> int:
+    """All is well but the answer."""
+    return 1 if process.rank == 0 else 0
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "message"),
+    [
+        (functools.partial(leave, 7), 1, "error: rank 1 left with exit code 7\n"),
+        (functools.partial(leave, 0), 1, "error: rank 1 left with exit code 0\n"),
+        (functools.partial(die, signal.SIGKILL), 1, "error: rank 1 was ended by SIGKILL\n"),
+        (functools.partial(die, signal.SIGABRT), 1, "error: rank 1 was ended by SIGABRT\n"),
+        (functools.partial(refuse, AnswerIsNo), 1, "error: it does not fit\n"),
+        (functools.partial(refuse, InputError), 2, "error: a.b = 3: is odd\n"),
+    ],
+    ids=["leaves", "leaves as if well", "is killed", "aborts", "refuses", "refuses the input"],
+)
+def test_rank_that_fails_ends_the_others(
+    capfd: pytest.CaptureFixture[str], what: Callable[[], int], code: int, message: str
+) -> None:
+    """The exit code and the one message are the failing rank's, and come long before the others are done."""
+    began = time.monotonic()
+    assert run_ranks(3, functools.partial(rank_main, what)) == code
+    assert capfd.readouterr().err == message
+    assert time.monotonic() - began < 60 - GRACE_S
+
+
+def test_unforeseen_error_is_told_with_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is a fault of ours, and the message says where."""
+    assert run_ranks(2, functools.partial(rank_main, functools.partial(refuse, ValueError))) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("error: rank 1 failed\nTraceback")
+    assert error.endswith("ValueError: it does not fit\n")
+
+
+def test_first_of_several_failures_is_told(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What fails later may fail because of it."""
+    assert run_ranks(4, functools.partial(raise_after, tmp_path / "failing")) == 1
+    assert capfd.readouterr().err == "error: said by rank 2\n"
+
+
+def test_killed_rank_is_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
+    """Others that stumble over its closed connections may be heard earlier."""
+    assert run_ranks(4, stumble_over_killed) == 1
+    assert capfd.readouterr().err == "error: rank 2 was ended by SIGKILL\n"
+
+
+def test_answer_is_the_first_rank_s(capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that returns 1 gives the run's exit code without a word."""
+    assert run_ranks(2, answer_of) == 1
+    assert capfd.readouterr().err == ""
+
+
+LAUNCHED = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_launcher_says_who_we_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's variables name this process; without them there is no launcher."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert started_by_launcher() is None
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    assert started_by_launcher() == Process(5, 8, 1, 4)
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_launcher_that_says_half_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Every variable is needed; the missing one is named."""
+    for other, value in LAUNCHED.items():
+        monkeypatch.setenv(other, value)
+    monkeypatch.delenv(name)
+    with pytest.raises(InputError, match=f"lacks {name}; torchrun sets all 6"):
+        started_by_launcher()
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "8"), ("RANK", "one"), ("LOCAL_RANK", "4"), ("WORLD_SIZE", "-1")])
+def test_launcher_that_says_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """A rank must be a number below the number of ranks."""
+    for other, said in LAUNCHED.items():
+        monkeypatch.setenv(other, said)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError) as refused:
+        started_by_launcher()
+    assert [problem.key for problem in refused.value.problems] == [name]

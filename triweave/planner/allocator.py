@@ -1,0 +1,129 @@
+"""PyTorch's caching allocator on paper: what it reserves for a sequence of requests, and when it gives up.
+
+The rules are those of `CUDACachingAllocator` without expandable segments: sizes are rounded to 512 bytes; requests
+of up to 1 MiB come from segments of 2 MiB, others from segments of 20 MiB or, from 10 MiB on, of their own size
+rounded to 2 MiB; the smallest free block that is large enough is taken, and split if more than 512 bytes (small)
+or 1 MiB (large) would be left; neighbours are joined when both are free. When the card is full, whole free segments
+are given back and the request is tried once more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+MIB = 2**20
+_SMALL_LIMIT, _SMALL_SEGMENT = MIB, 2 * MIB
+_MEDIUM_LIMIT, _MEDIUM_SEGMENT = 10 * MIB, 20 * MIB
+_ROUNDING, _PAGE = 512, 2 * MIB
+
+
+class OutOfMemory(Exception):
+    """A request that the card cannot serve."""
+
+
+@dataclass(slots=True, eq=False)
+class MemoryBlock:
+    """A piece of a segment, handed out or free."""
+
+    size: int
+    number: int
+    small: bool
+    free: bool = False
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
+
+
+@dataclass(slots=True)
+class CachingAllocator:
+    """Serves requests from a card of `capacity` bytes."""
+
+    capacity: int
+    reserved: int = 0
+    """Bytes taken from the driver now."""
+    peak_reserved: int = 0
+    allocated: int = 0
+    """Bytes handed out now, rounded."""
+    peak_allocated: int = 0
+    _free: dict[bool, list[tuple[int, int, MemoryBlock]]] = field(default_factory=lambda: {True: [], False: []})
+    _count: int = 0
+
+    def allocate(self, size: int) -> MemoryBlock:
+        """Serve `size` bytes.
+
+        Raises:
+            OutOfMemory: neither a free block nor the card has room.
+        """
+        size = -(-size // _ROUNDING) * _ROUNDING
+        small = size <= _SMALL_LIMIT
+        block = self._take(size, small) or self._grow(size, small)
+        left = block.size - size
+        if left >= _ROUNDING if small else left > MIB:
+            self._count += 1
+            rest = MemoryBlock(left, self._count, small, before=block, after=block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            block.after, block.size = rest, size
+            self._give(rest)
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def release(self, block: MemoryBlock) -> None:
+        """Take a block back and join it with free neighbours."""
+        self.allocated -= block.size
+        if block.before is not None and block.before.free:
+            other = block.before
+            self._withdraw(other)
+            other.size += block.size
+            other.after = block.after
+            block = other
+            if block.after is not None:
+                block.after.before = block
+        if block.after is not None and block.after.free:
+            other = block.after
+            self._withdraw(other)
+            block.size += other.size
+            block.after = other.after
+            if block.after is not None:
+                block.after.before = block
+        self._give(block)
+
+    def _take(self, size: int, small: bool) -> MemoryBlock | None:
+        pool = self._free[small]
+        place = bisect_left(pool, (size, -1))  # type: ignore[arg-type]
+        if place == len(pool):
+            return None
+        block = pool.pop(place)[2]
+        block.free = False
+        return block
+
+    def _grow(self, size: int, small: bool) -> MemoryBlock:
+        segment = _SMALL_SEGMENT
+        if not small:
+            segment = _MEDIUM_SEGMENT if size < _MEDIUM_LIMIT else -(-size // _PAGE) * _PAGE
+        if self.reserved + segment > self.capacity:
+            self._give_back()
+            if self.reserved + segment > self.capacity:
+                raise OutOfMemory
+        self.reserved += segment
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._count += 1
+        return MemoryBlock(segment, self._count, small)
+
+    def _give_back(self) -> None:
+        """Return segments that nobody uses any part of."""
+        for pool in self._free.values():
+            whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
+            self.reserved -= sum(entry[0] for entry in whole)
+            gone = {entry[1] for entry in whole}
+            pool[:] = [entry for entry in pool if entry[1] not in gone]
+
+    def _give(self, block: MemoryBlock) -> None:
+        block.free = True
+        insort(self._free[block.small], (block.size, block.number, block))
+
+    def _withdraw(self, block: MemoryBlock) -> None:
+        pool = self._free[block.small]
+        pool.pop(bisect_left(pool, (block.size, block.number)))  # type: ignore[arg-type]
+        block.free = False

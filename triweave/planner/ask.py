@@ -1,0 +1,117 @@
+"""From the words of the command line to a question, and from an answer to a run file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from triweave.catalogue import find_model
+from triweave.cluster import Cluster, parse_cluster
+from triweave.config.document import commented_yaml
+from triweave.config.load import load_words
+from triweave.config.schema import DataConfig, LayoutConfig, ModelConfig, Run, TrainConfig
+from triweave.errors import InputError, Problem
+from triweave.layout import Layout, balanced_layers, even_layers
+from triweave.model_spec import ModelSpec, spec_from_folder
+from triweave.planner.request import Request
+from triweave.rules import layout_problems
+
+
+def make_request(
+    model: str, cluster: str, seq_len: int, global_batch: int, *, tp_across_nodes: bool = False
+) -> Request:
+    """The question that the words ask.
+
+    Raises:
+        InputError: a model, a cluster or a number that is not understood; every problem at once.
+    """
+    problems: list[Problem] = []
+    spec: ModelSpec | None = None
+    machines: Cluster | None = None
+    try:
+        spec = spec_from_folder(Path(model)) if Path(model).is_dir() else find_model(model)
+    except InputError as error:
+        problems += error.problems
+    try:
+        machines = parse_cluster(cluster)
+    except InputError as error:
+        problems += error.problems
+    for key, value in (("--seq", seq_len), ("--global-batch", global_batch)):
+        if value < 1:
+            problems.append(Problem(key, value, "must be at least 1", "1"))
+    if spec is not None and seq_len > spec.max_position_embeddings:
+        rule = f"is longer than the model's max_position_embeddings = {spec.max_position_embeddings}"
+        problems.append(Problem("--seq", seq_len, rule, str(spec.max_position_embeddings)))
+    if machines is not None and machines.gpu.usable_bytes == 0:
+        problems.append(Problem("--cluster", cluster, "has no GPU to plan for", "1x8xh100-80gb"))
+    if problems or spec is None or machines is None:
+        raise InputError(problems)
+    return Request(model, spec, machines, seq_len, global_batch, tp_across_nodes=tp_across_nodes)
+
+
+def given_layout(request: Request, words: str) -> Layout:
+    """The layout of `--layout tp=8,pp=4,...`, whether it fits in memory or not.
+
+    Raises:
+        InputError: a key or value that a layout does not have, or a rule that it breaks.
+    """
+    # Commas part the keys, but not inside a list: recompute=[norm,swiglu].
+    parts = [part for part in re.split(r",(?![^\[]*\])", words) if part]
+    config = load_words(LayoutConfig, parts, "--layout")
+    ranks = config.tp * config.pp * config.cp
+    dp = config.dp if config.dp is not None else max(1, request.cluster.world_size // max(1, ranks))
+    layout = Layout(
+        tp=config.tp,
+        pp=config.pp,
+        vpp=config.vpp,
+        cp=config.cp,
+        dp=dp,
+        micro_batch=config.micro_batch,
+        sequence_parallel=config.sequence_parallel,
+        schedule=config.schedule,
+        shard=config.shard,
+        recompute=config.recompute,
+    )
+    layers = config.layers
+    if layers == "balanced":
+        layers = balanced_layers(request.spec, max(1, layout.num_stages), request.seq_len)
+    elif layers == "even":
+        layers = even_layers(request.spec.num_hidden_layers, max(1, layout.num_stages))
+    layout = replace(layout, layers=layers)
+    problems = layout_problems(
+        request.spec,
+        layout,
+        world_size=request.cluster.world_size,
+        seq_len=request.seq_len,
+        global_batch=request.global_batch,
+        gpus_per_node=request.cluster.gpus_per_node,
+        tp_across_nodes=request.tp_across_nodes or config.tp_across_nodes,
+    )
+    if problems:
+        raise InputError(problems)
+    return layout
+
+
+def run_file_text(request: Request, layout: Layout) -> str:
+    """A run file with the layout; data and schedule of the training are for the user to fill in."""
+    layers = layout.layers
+    even = layers == even_layers(request.spec.num_hidden_layers, layout.num_stages)
+    run = Run(
+        model=ModelConfig(path=request.model),
+        cluster=str(request.cluster),
+        layout=LayoutConfig(
+            tp=layout.tp,
+            pp=layout.pp,
+            vpp=layout.vpp,
+            micro_batch=layout.micro_batch,
+            sequence_parallel=layout.sequence_parallel,
+            schedule=layout.schedule,
+            shard=layout.shard,
+            recompute=layout.recompute,
+            layers="even" if even else layers,
+        ),
+        data=DataConfig(train=("train.jsonl",), seq_len=request.seq_len),
+        train=TrainConfig(global_batch=request.global_batch, epochs=1.0),
+    )
+    return commented_yaml(run)

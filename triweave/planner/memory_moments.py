@@ -1,0 +1,74 @@
+"""What a pipeline schedule holds at each of its moments: the worst ones of every rank, found once for a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from triweave.layout import Schedule
+from triweave.schedule.actions import Kind, PipelineSchedule
+from triweave.schedule.build import build_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One action of a rank, and what it finds held for other micro-batches."""
+
+    kind: Kind
+    stage: int
+    held: tuple[int, ...]
+    """Micro-batches of each virtual stage of the rank between their forward and the end of their (input) backward,
+    this action's own left out."""
+    put_off: tuple[int, ...]
+    """The same between the input half and the weight half of a split backward."""
+
+
+@lru_cache(maxsize=1024)
+def worst_moments(name: Schedule, pp: int, vpp: int, num_micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
+    """For every pipeline rank, the moments that no other moment of the same action outdoes.
+
+    Raises:
+        InputError: the numbers do not fit the schedule.
+    """
+    schedule = build_schedule(name, pp, vpp, saturating_micro_batches(name, pp, vpp, num_micro_batches))
+    return tuple(_worst(_moments(schedule, rank)) for rank in range(pp))
+
+
+def saturating_micro_batches(name: Schedule, pp: int, vpp: int, num_micro_batches: int) -> int:
+    """Fewer micro-batches that fill the pipeline as far: more only repeat the steady state."""
+    if name == "gpipe":
+        return num_micro_batches
+    return min(num_micro_batches, 4 * pp)
+
+
+def _moments(schedule: PipelineSchedule, rank: int) -> list[Moment]:
+    chunks = schedule.num_stages // schedule.pp
+    held, put_off = [0] * chunks, [0] * chunks
+    moments = []
+    for action in schedule.ranks[rank]:
+        chunk = action.stage // schedule.pp
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            put_off[chunk] -= 1
+        elif action.kind is not Kind.FORWARD:
+            held[chunk] -= 1
+        moments.append(Moment(action.kind, action.stage, tuple(held), tuple(put_off)))
+        if action.kind is Kind.FORWARD:
+            held[chunk] += 1
+        elif action.kind is Kind.BACKWARD_INPUT:
+            put_off[chunk] += 1
+    return moments
+
+
+def _worst(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    """Moments that are not below another one of the same action in every count."""
+    distinct = list(dict.fromkeys(moments))
+    return tuple(one for one in distinct if not any(_below(one, other) for other in distinct if other is not one))
+
+
+def _below(one: Moment, other: Moment) -> bool:
+    return (
+        (one.kind, one.stage) == (other.kind, other.stage)
+        and all(a <= b for a, b in zip(one.held, other.held, strict=True))
+        and all(a <= b for a, b in zip(one.put_off, other.put_off, strict=True))
+    )

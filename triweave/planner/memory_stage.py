@@ -1,0 +1,161 @@
+"""One virtual stage as a row of blocks: what a micro-batch keeps on it, and what its passes hold at most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from triweave.layout import Layout
+from triweave.model_spec import ModelSpec
+from triweave.parameters import holds_embedding, holds_head
+from triweave.planner import memory_megatron, memory_ours
+from triweave.planner.assumptions import Assumptions
+from triweave.planner.memory_ours import Unit
+from triweave.planner.memory_states import ParameterUnit, shared_unit, stage_units
+from triweave.planner.sizes import Sizes
+from triweave.planner.tape import Block, Pass, total
+from triweave.schedule.actions import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that an action of one micro-batch holds on its stage, its own kept tensors included."""
+
+    bytes: int
+    before: tuple[tuple[Mapping[str, int], int], ...]
+    """What other blocks of the stage keep for this micro-batch: maps of bytes, and how often each."""
+    during: Mapping[str, int]
+    """What the block that peaks holds."""
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageTapes:
+    """The blocks of a stage: some of one kind of layer, perhaps an embedding before and a head after them."""
+
+    embedding: Block | None
+    layer: Block
+    num_layers: int
+    head: Block | None
+    shared: Mapping[str, int]
+    """What all layers share for a micro-batch: the rotary tables."""
+
+    @property
+    def blocks(self) -> list[tuple[Block, int, str]]:
+        """Blocks in model order, how often each, and their names."""
+        parts = [
+            (self.embedding, 1, "the embedding"),
+            (self.layer, self.num_layers, "a layer"),
+            (self.head, 1, "the loss"),
+        ]
+        return [(block, times, name) for block, times, name in parts if block is not None and times]
+
+    def kept(self) -> list[tuple[Mapping[str, int], int]]:
+        """What one micro-batch keeps from forward to backward."""
+        return [(self.shared, 1), *((block.kept, times) for block, times, _ in self.blocks)]
+
+    @property
+    def kept_bytes(self) -> int:
+        """The same, in bytes."""
+        return sum(self.shared.values()) + sum(block.kept_bytes * times for block, times, _ in self.blocks)
+
+    def put_off(self) -> list[tuple[Mapping[str, int], int]]:
+        """What one micro-batch keeps from the input half of its backward to the weight half."""
+        return [(block.put_off, times) for block, times, _ in self.blocks]
+
+    @property
+    def put_off_bytes(self) -> int:
+        """The same, in bytes."""
+        return sum(block.put_off_bytes * times for block, times, _ in self.blocks)
+
+    def peak(self, kind: Kind) -> Peak:
+        """The most that one action holds for its micro-batch."""
+        peaks = []
+        blocks = self.blocks
+        for index, (block, times, name) in enumerate(blocks):
+            earlier = [(self.shared, 1), *((other.kept, count) for other, count, _ in blocks[:index])]
+            later = [(other.put_off, count) for other, count, _ in blocks[index + 1 :]]
+            if kind is Kind.FORWARD:
+                peaks.append(_peak(block.forward, [*earlier, (block.kept, times - 1)], f"forward of {name}"))
+            elif kind is Kind.BACKWARD:
+                peaks.append(_peak(block.backward, [*earlier, (block.kept, times - 1)], f"backward of {name}"))
+            elif kind is Kind.BACKWARD_INPUT:
+                # At the first layer to run backward all others are whole; at the last one they are put off.
+                first = [*earlier, (block.kept, times - 1), *later]
+                last = [*earlier, *later, (block.put_off, times - 1)]
+                peaks.append(_peak(block.backward, first, f"input backward of {name}"))
+                peaks.append(_peak(block.backward, last, f"input backward of {name}"))
+        if kind is Kind.BACKWARD_WEIGHT:
+            working = {"gathered input": 0}
+            return Peak(self.put_off_bytes, tuple(self.put_off()), working, "weight backward")
+        return max(peaks, key=lambda peak: peak.bytes)
+
+
+def _peak(part: Pass, before: list[tuple[Mapping[str, int], int]], where: str) -> Peak:
+    held = sum(sum(sizes.values()) * times for sizes, times in before)
+    return Peak(held + part.peak, tuple(before), part.at_peak, where)
+
+
+def stage_tapes(spec: ModelSpec, layout: Layout, stage: int, s: Sizes, dtype: str, a: Assumptions) -> StageTapes:
+    """The blocks of virtual stage `stage`."""
+    units = {unit.name: unit for unit in stage_units(spec, layout, stage, a)}
+    ours = a.bookkeeping == "ours"
+
+    def shared(name: str) -> Unit:
+        found: ParameterUnit | None = units.get(name) or units.get("embed")
+        return Unit() if found is None else shared_unit(found, layout, dtype, a)
+
+    embedding = head = None
+    if holds_embedding(layout, stage):
+        embedding = _embedding(s, a, shared("embed"))
+    if holds_head(layout, stage):
+        head = _head(s, a, shared("head"))
+    layer = _layer(s, a, shared("layer") if "layer" in units else Unit())
+    tables = {"rotary tables": 2 * s.rotary} if ours else {}
+    return StageTapes(embedding, layer, layout.layers[stage], head, tables)
+
+
+@lru_cache(maxsize=4096)
+def _embedding(s: Sizes, a: Assumptions, unit: Unit) -> Block:
+    if a.bookkeeping == "ours":
+        return memory_ours.embedding_block(s, unit)
+    return memory_megatron.embedding_block(s, a, unit)
+
+
+@lru_cache(maxsize=4096)
+def _layer(s: Sizes, a: Assumptions, unit: Unit) -> Block:
+    if a.bookkeeping == "ours":
+        return memory_ours.layer_block(s, unit)
+    return memory_megatron.layer_block(s, a, unit)
+
+
+@lru_cache(maxsize=4096)
+def _head(s: Sizes, a: Assumptions, unit: Unit) -> Block:
+    if a.bookkeeping == "ours":
+        return memory_ours.head_block(s, unit)
+    return memory_megatron.head_block(s, a, unit)
+
+
+def components_of(peak: Peak, others: list[tuple[Mapping[str, int], int]]) -> Counter[str]:
+    """A peak's bytes by component: activations by tensor, the loss, and what only the moment itself needs."""
+    kept_names = {name for sizes, _ in [*peak.before, *others] for name in sizes}
+    result: Counter[str] = Counter()
+    for name, size in total([*peak.before, *others]).items():
+        result[_component(name, kept=True)] += size
+    for name, size in peak.during.items():
+        result[_component(name, kept=name in kept_names)] += size
+    return result
+
+
+_LOSS = ("logits", "logits' gradient", "probabilities", "float32 logits", "loss gradient", "float32 gradient", "slices")
+_LOSS_ALSO = ("gathered logits", "loss mask", "head input", "normalised head input")
+
+
+def _component(name: str, *, kept: bool) -> str:
+    if name in _LOSS or name in _LOSS_ALSO:
+        return f"logits and loss: {name}"
+    if name in ("gathered weights", "whole gradients", "reduced gradients"):
+        return f"sharding: {name}"
+    return f"activations: {name}" if kept else f"working set: {name}"

@@ -1,0 +1,144 @@
+"""Weights, gradients and optimizer state of one rank, in bytes.
+
+Ours: units of a flat buffer each, parameters 64 elements apart, padded to a multiple of 64 x dp (`sharding.py`).
+Megatron: one buffer padded to dp x 128 elements at its end (`param_and_grad_buffer.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triweave.layout import Layout
+from triweave.model_spec import ModelSpec
+from triweave.parameters import has_tied_copy, holds_embedding, holds_head
+from triweave.planner.assumptions import Assumptions
+from triweave.planner.memory_ours import Unit
+from triweave.planner.sizes import DTYPE_BYTES, local_vocabulary
+
+_ALIGNMENT = 64
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUnit:
+    """Parameters that are gathered and reduced together: a layer, the embedding, the final norm, the head."""
+
+    name: str
+    shapes: tuple[int, ...]
+    """Elements of each parameter on this rank."""
+
+    def numel(self, multiple: int) -> int:
+        """Elements of the flat buffer, its padding included."""
+        return _round_up(sum(_round_up(size, _ALIGNMENT) for size in self.shapes), multiple)
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What one rank holds all through a step, in bytes."""
+
+    weights: int
+    gradients: int
+    master_weights: int
+    moments: int
+    step_working_set: int
+    """The most that the reduction, the gradient norm and the update take beside them."""
+
+
+def layer_shapes(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    """Elements of each parameter of one decoder layer on one tensor-parallel rank: `parameters.stage_parameters`."""
+    tp, hidden = layout.tp, spec.hidden_size
+    query = spec.query_size // tp
+    key_value = max(1, spec.num_key_value_heads // tp) * spec.head_dim
+    ffn = spec.intermediate_size // tp
+    shapes = [
+        (query + 2 * key_value) * hidden,
+        query * hidden,
+        (2 if spec.gated_mlp else 1) * ffn * hidden,
+        ffn * hidden,
+        hidden,
+        hidden,
+    ]
+    if spec.attention_bias:
+        shapes.append(query + 2 * key_value)
+    if spec.qk_norm:
+        shapes += [spec.head_dim, spec.head_dim]
+    return tuple(shapes)
+
+
+def stage_units(spec: ModelSpec, layout: Layout, stage: int, a: Assumptions) -> list[ParameterUnit]:
+    """The units of virtual stage `stage`, in model order."""
+    vocabulary = local_vocabulary(spec.vocab_size, layout.tp, a) * spec.hidden_size
+    units = []
+    if holds_embedding(layout, stage):
+        units.append(ParameterUnit("embed", (vocabulary,)))
+    shapes = layer_shapes(spec, layout)
+    units += [ParameterUnit("layer", shapes)] * layout.layers[stage]
+    if holds_head(layout, stage):
+        units.append(ParameterUnit("norm", (spec.hidden_size,)))
+        if not spec.tie_word_embeddings:
+            units.append(ParameterUnit("head", (vocabulary,)))
+        elif has_tied_copy(spec, layout):
+            units.append(ParameterUnit("embed", (vocabulary,)))
+    return units
+
+
+def data_parallel_size(layout: Layout) -> int:
+    """Ranks that hold the same parameters: context-parallel ranks do too."""
+    return layout.dp * layout.cp
+
+
+def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumptions) -> States:
+    """Bytes of a rank that holds `units`, under `layout.shard`."""
+    dp = data_parallel_size(layout)
+    shard = layout.shard if dp > 1 else "none"
+    if a.bookkeeping == "megatron":
+        sizes = [_round_up(sum(sum(unit.shapes) for unit in units), dp * 128)]
+        largest = max((sum(unit.shapes) for unit in units), default=0)
+    else:
+        sizes = [unit.numel(_ALIGNMENT * dp) for unit in units]
+        largest = max(sizes, default=0)
+    numel = sum(sizes)
+    owned = numel if shard == "none" else numel // dp
+    element = a.weight_bytes or DTYPE_BYTES[dtype]
+    own_master = a.master_weights and (element < _FLOAT32 or shard == "full")
+    weights = numel * element
+    if shard == "full":
+        weights = 0 if own_master else owned * element
+    gradients = (numel if shard in ("none", "optimizer") else owned) * a.gradient_bytes
+    # Ours: the squares of one unit's gradients, for their norm; the slice that a reduction gives before it is copied.
+    working_set = _FLOAT32 * (largest if shard == "none" else largest // dp) if a.bookkeeping == "ours" else 0
+    return States(
+        weights=weights,
+        gradients=gradients,
+        master_weights=_FLOAT32 * owned if own_master else 0,
+        moments=2 * _FLOAT32 * owned,
+        step_working_set=working_set,
+    )
+
+
+def shared_unit(unit: ParameterUnit, layout: Layout, dtype: str, a: Assumptions) -> Unit:
+    """What a unit's module adds where weights or gradients are kept in shards."""
+    dp = data_parallel_size(layout)
+    if dp == 1 or layout.shard in ("none", "optimizer"):
+        return Unit()
+    numel = unit.numel(_ALIGNMENT * dp)
+    whole = layout.shard == "full"
+    return Unit(
+        gathered_weights=numel * DTYPE_BYTES[dtype] * a.prefetched_units if whole else 0,
+        whole_gradients=numel * a.gradient_bytes,
+        reduced_gradients=numel // dp * a.gradient_bytes,
+    )
+
+
+def weight_gradient_cache(spec: ModelSpec, layout: Layout, units: list[ParameterUnit], dtype: str) -> int:
+    """Transformer Engine's dummy weight gradients: one buffer for every distinct weight shape of a rank."""
+    shapes: set[int] = set()
+    for unit in units:
+        # The embedding's gradient is summed by the lookup's own backward.
+        if unit.name != "embed":
+            shapes |= set(unit.shapes)
+    return sum(shapes) * DTYPE_BYTES[dtype]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,142 @@
+"""The nouns of the time model: seconds by what is done, and where a block of a model runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from triweave.layout import Layout, Recompute
+from triweave.planner.machine import Machine
+from triweave.planner.time_collectives import GroupShape, group_shape
+from triweave.planner.time_matmul import Precision, matmul_s
+from triweave.planner.time_shapes import Decoder
+from triweave.planner.time_stack import Bytes, Stack
+
+
+class Parts(NamedTuple):
+    """Seconds by what is done."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    host: float = 0.0
+    """The GPU waits for kernels to be launched."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+    def times(self, factor: float) -> Parts:
+        """Every part times `factor`."""
+        return Parts(*(seconds * factor for seconds in self))
+
+    def at_least(self, floor: float) -> Parts:
+        """The same, waiting for the host where that takes `floor` seconds to launch it."""
+        return self._replace(host=self.host + max(0.0, floor - self.total))
+
+
+def add(*parts: Parts) -> Parts:
+    """Element-wise sum."""
+    return Parts(*(sum(column) for column in zip(*parts, strict=True)))
+
+
+class Work(NamedTuple):
+    """One micro-batch through a block: forward, the two halves of backward, and what is recomputed before backward."""
+
+    forward: Parts
+    backward_input: Parts
+    backward_weight: Parts
+    recompute: Parts = Parts()
+
+    def times(self, count: int) -> Work:
+        """`count` such blocks one after the other."""
+        return Work(*(parts.times(count) for parts in self))
+
+
+def chain(*works: Work) -> Work:
+    """Blocks one after the other."""
+    return Work(*(add(*column) for column in zip(*works, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the blocks of a run have in common; the key under which their costs are remembered."""
+
+    decoder: Decoder
+    machine: Machine
+    stack: Stack
+    tp: GroupShape
+    cp: GroupShape
+    micro_batch: int
+    seq: int
+    sequence_parallel: bool
+    recompute: tuple[Recompute, ...]
+    precision: Precision
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one context-parallel rank."""
+        return self.micro_batch * self.seq // self.cp.ranks
+
+    @property
+    def own_tokens(self) -> int:
+        """Those whose residual stream this tensor-parallel rank computes."""
+        return self.tokens // self.tp.ranks if self.sequence_parallel else self.tokens
+
+    @property
+    def activation_bytes(self) -> float:
+        """The residual stream of a micro-batch in bf16: `[seq/cp, batch, hidden]`."""
+        return 2.0 * self.tokens * self.decoder.hidden
+
+    def products(self, n: int, k: int, precision: Precision | None = None) -> tuple[float, float, float]:
+        """Seconds of a linear layer with `[n, k]` weights: forward, input gradient, weight gradient."""
+        m, machine, kind = self.tokens, self.machine, precision or self.precision
+        efficiency = self.stack.efficiency
+        return (
+            matmul_s(machine, m, n, k, kind, "NT") / efficiency,
+            matmul_s(machine, m, k, n, kind, "NN") / efficiency,
+            matmul_s(machine, n, k, m, kind, "TN") / efficiency,
+        )
+
+    def memory(self, elements: float, cost: Bytes) -> tuple[float, float]:
+        """Seconds of an element-wise operation, forward and backward."""
+        rate = self.machine.hbm_kernel_bytes_per_s * self.stack.efficiency
+        return elements * cost.forward / rate, elements * cost.backward / rate
+
+    def accumulate(self, parameters: float) -> float:
+        """Seconds to add a micro-batch's weight gradients to their sums in a pass of their own."""
+        return parameters * self.stack.accumulate / (self.machine.hbm_kernel_bytes_per_s * self.stack.efficiency)
+
+    def casts(self, elements: float) -> float:
+        """Seconds to make fp8 of the input of a product, one way."""
+        if self.precision != "fp8":
+            return 0.0
+        return elements * self.stack.cast / (self.machine.hbm_kernel_bytes_per_s * self.stack.efficiency)
+
+
+def place_of(
+    decoder: Decoder,
+    layout: Layout,
+    machine: Machine,
+    stack: Stack,
+    *,
+    seq_len: int,
+    gpus_per_node: int,
+    precision: Precision,
+) -> Place:
+    """The place that a layout gives its blocks."""
+    return Place(
+        decoder,
+        machine,
+        stack,
+        group_shape(layout, "tp", gpus_per_node),
+        group_shape(layout, "cp", gpus_per_node),
+        layout.micro_batch,
+        seq_len,
+        layout.uses_sequence_parallel,
+        layout.recompute,
+        precision,
+    )
