@@ -258,7 +258,7 @@ def simumax(tp: int, pp: int, dp: int, measured: float, *, large: bool = False) 
     if large:
         shape = {"model": "llama3.1-405b-4L", "layers": 4, "hidden": 16384, "ffn": 53248, "heads": 128}
     columns = row(
-        source="MooreThreads/SimuMax docs/b200 v1.2 real Megatron run",
+        source="MooreThreads/SimuMax docs/b200 v1.2 real Megatron run mbc4_cef",
         **shape,
         kv_heads=8,
         vocab=128256,

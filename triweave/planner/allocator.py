@@ -125,5 +125,5 @@ class CachingAllocator:
 
     def _withdraw(self, block: MemoryBlock) -> None:
         pool = self._free[block.small]
-        pool.pop(bisect_left(pool, (block.size, block.number)))  # type: ignore[arg-type]
+        pool.pop(bisect_left(pool, (block.size, block.number)))
         block.free = False

@@ -113,7 +113,7 @@ def to_text(request: Request, plan: Plan, *, width: int = 100) -> Iterator[str]:
             yield f"   {100 * (candidate.time.step_s / first - 1):.1f} % slower than the first"
     if plan.rejected:
         yield ""
-        yield "no answer on these grids:"
+        yield "other grids:"
         yield from (f"   {one.layout}, shard {one.layout.shard}: {one.reason}" for one in plan.rejected)
 
 

@@ -100,12 +100,10 @@ def _what_would_be_faster(request: Request, candidate: Candidate) -> Iterator[st
     longer = replace(request, global_batch=2 * request.global_batch)
     gain = 2 * step / price(longer, layout).time.step_s - 1
     if gain > 0.01:
-        yield f"twice the global batch would give {100 * gain:.0f} % more tokens a second: less bubble, rarer reductions"
-    if layout.dp > 1 and _is_legal(
-        request.with_cluster(2 * request.cluster.num_nodes), replace(layout, dp=2 * layout.dp)
-    ):
-        wider = request.with_cluster(2 * request.cluster.num_nodes)
-        speed = step / price(wider, replace(layout, dp=2 * layout.dp)).time.step_s
+        yield f"twice the global batch would give {100 * gain:.0f} % more tokens a second"
+    wider, doubled = request.with_cluster(2 * request.cluster.num_nodes), replace(layout, dp=2 * layout.dp)
+    if layout.dp > 1 and _is_legal(wider, doubled):
+        speed = step / price(wider, doubled).time.step_s
         yield f"twice the nodes would make the same step {speed:.2f} times as fast"
 
 

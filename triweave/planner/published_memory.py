@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from triweave.errors import InputError, Problem
 from triweave.layout import Layout, Recompute, Shard, even_layers
@@ -70,6 +71,9 @@ SAILOR = replace(
 )
 """Megatron-DeepSpeed in float16 with attention in PyTorch operations; the rows state neither."""
 
+NANOTRON = replace(MEGATRON, loss="vocab-parallel", weight_gradient_cache=False, fused_norm=False, vocab_multiple=1)
+"""nanotron: float32 gradient sums, ZeRO-1, a vocabulary-parallel loss in float32."""
+
 INTERNEVO = replace(MEGATRON, gradient_bytes=2, loss="vocab-parallel", weight_gradient_cache=False, vocab_multiple=1)
 """InternEvo: bf16 gradients, float32 master weights and moments in data-parallel slices."""
 
@@ -88,12 +92,20 @@ def case_of(row: Row) -> Case:
         return _aleph_alpha(row)
     if "SimuMax" in source:
         return _simumax(row)
-    if "torchtitan" in source and not row["precision"].startswith("nf4"):
+    if "torchtitan" in source:
         return _torchtitan(row)
     if "sailor" in source:
         return _sailor(row)
     if "InternEvo" in source:
         return _internevo(row)
+    if "nanotron" in source:
+        return _plain(row, NANOTRON, "optimizer", 10**9, "reserved")
+    if "mosaicml" in source:
+        return _plain(row, replace(TORCHTITAN, selective_ops=False, loss="gathered"), "full", GIB, "reserved")
+    if any(name in source for name in ("vTrain", "2104.04473", "2205.05198")):
+        return _plain(row, SAILOR, "none", GIB, "allocated")
+    if any(name in source for name in ("Megatron-Bridge", "NeMo", "nemo", "dgxc", "Primus")):
+        return _plain(row, MEGATRON, "optimizer", 10**9, "allocated")
     raise InputError(Problem("row", source, "was run with a program whose bookkeeping is not known"))
 
 
@@ -137,6 +149,28 @@ def _layout(row: Row, shard: Shard, recompute: tuple[Recompute, ...], layers: tu
     )
 
 
+def _recompute(row: Row) -> tuple[Recompute, ...]:
+    """Selective recompute of the attention core saves nothing once attention is a flash kernel."""
+    named = row["recompute"].lower()
+    if "full" in named or "every_layer" in named:
+        return ("layer",)
+    kinds: dict[str, Recompute] = {"mlp": "mlp", "layernorm": "norm"}
+    return tuple(kind for word, kind in kinds.items() if word in named)
+
+
+def _shard(row: Row, default: Shard) -> Shard:
+    """A ZeRO level by its number or by a name such as fsdp_zero3; `default` where the row leaves it out."""
+    levels: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
+    level = row["zero"].lower().removeprefix("fsdp_zero")
+    return levels[int(level)] if level in ("0", "1", "2", "3") else "full" if "fsdp" in level else default
+
+
+def _plain(row: Row, assumptions: Assumptions, default: Shard, unit: int, metric: str) -> Case:
+    """A row whose columns say all there is to say beside the program."""
+    layout = _layout(row, _shard(row, default), _recompute(row))
+    return Case(_spec(row), layout, int(row["seq"]), _micro_batches(row), "bfloat16", assumptions, unit, metric)
+
+
 def _micro_batches(row: Row) -> int:
     """InternEvo's table states 4 beside the batch that it leaves out. Never fewer than fill our schedules."""
     pp = _number(row, "pp")
@@ -152,7 +186,7 @@ def _aleph_alpha(row: Row) -> Case:
         "fused": replace(ALEPH_ALPHA, attention="softmax"),
     }
     assumptions = attention.get(kernel, replace(ALEPH_ALPHA, fused_norm=kernel.endswith("RMSkernel")))
-    recompute: tuple[Recompute, ...] = ("layer",) if row["recompute"] == "full" else ()
+    recompute = _recompute(row)
     pp = _number(row, "pp")
     # Embedding, layers, final norm and head, spread evenly, the first ranks taking one more where it does not divide.
     items = list(even_layers(int(row["layers"]) + 3, pp))
@@ -169,20 +203,18 @@ def _simumax(row: Row) -> Case:
     if row["model"].startswith("llama3.1-405b"):
         # Their launch script and model file give 16 key/value heads; the row's 8 are those of the released model.
         spec = replace(spec, num_key_value_heads=16)
-    # NullTokenizer adds one token before the vocabulary is padded.
-    assumptions = replace(MEGATRON, extra_tokens=1)
-    recompute: tuple[Recompute, ...] = ("layer",) if row["recompute"] == "full" else ()
-    layout = _layout(row, "optimizer", recompute)
+    # NullTokenizer adds one token before the vocabulary is padded; cef in a run's name is cross-entropy fusion.
+    loss: Literal["fused", "vocab-parallel"] = "fused" if "cef" in row["source"] else "vocab-parallel"
+    assumptions = replace(MEGATRON, extra_tokens=1, loss=loss)
+    layout = _layout(row, "optimizer", _recompute(row))
     return Case(spec, layout, int(row["seq"]), _micro_batches(row), "bfloat16", assumptions, GIB, "allocated")
 
 
 def _torchtitan(row: Row) -> Case:
-    recompute: tuple[Recompute, ...] = ("layer",) if row["recompute"] == "full" else ()
+    recompute = _recompute(row)
     # The loss was compiled from 2025 on; before, PyTorch's cross_entropy worked on float32 copies of the logits.
     eager_loss = "202412" in row["source"] or row["source"].startswith("torchao")
-    assumptions = replace(
-        TORCHTITAN, loss="gathered" if eager_loss else "compiled", selective_ops=row["recompute"] != "full"
-    )
+    assumptions = replace(TORCHTITAN, loss="gathered" if eager_loss else "compiled", selective_ops=not recompute)
     layout = _layout(row, "full", recompute)
     return Case(_spec(row), layout, int(row["seq"]), _micro_batches(row), "bfloat16", assumptions, GIB, "reserved")
 

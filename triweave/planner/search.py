@@ -110,15 +110,16 @@ def search(request: Request, top: int = 5, progress: Progress | None = None) -> 
             break
         for layout in members[1:]:
             best = _with(best, fastest_that_fits(request, layout, _limit(best, top)), top)
-    answered = {_grid(candidate.layout) for candidate in best}
-    for _, members in bounded:
+    slower: dict[tuple[int, int, int], float] = {}
+    for bound, members in bounded:
         grid = _grid(members[0])
-        if grid in answered or members[0] in refused:
+        limit = slower.get(grid, float("inf"))
+        if bound >= limit or members[0] in refused:
             continue
-        answered.add(grid)
-        plain = fastest_that_fits(request, members[0], float("inf"))
-        if plain is not None:
-            rejected[grid] = Rejected(plain.layout, f"fits, and takes {plain.time.step_s:.2f} s a step in 1F1B order")
+        found = fastest_that_fits(request, members[0], limit)
+        if found is not None:
+            slower[grid] = found.time.step_s
+            rejected[grid] = Rejected(found.layout, f"fits, and takes {found.time.step_s:.2f} s a step in 1F1B order")
     answered = {_grid(candidate.layout) for candidate in best}
     reasons = [reject for grid, reject in sorted(rejected.items()) if grid not in answered]
     return Plan(tuple(best), tuple(reasons), sum(map(len, families.values())))
