@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,19 @@ def test_ranks_do_not_outlive_the_process_that_started_them(source: Path, tmp_pa
         assert wait_until((folder / "out" / "metrics.jsonl").exists)
         running.process.send_signal(signal.SIGKILL)
         assert running.all_gone()
+
+
+def test_interrupt_while_ranks_start(source: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches what is still importing torch too: it ends without a traceback."""
+    folder = linked_workspace(source, tmp_path / "here")
+    with Running("-m", "triweave", "train", "run.yaml", cwd=folder) as running:
+        assert wait_until(lambda: len(running.alive()) == 3)  # itself, the server of ranks, a tracker of resources
+        time.sleep(0.3)
+        os.killpg(running.process.pid, signal.SIGINT)
+        assert running.all_gone()
+        code, log, error = running.end()
+    assert (code, log) == (130, "")
+    assert "Traceback" not in error
 
 
 def test_loss_that_is_no_number_ends_the_run(source: Path, tmp_path: Path) -> None:

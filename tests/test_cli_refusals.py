@@ -95,6 +95,8 @@ class Mistake:
     answer: tuple[str, ...]
     prepare: Callable[[Path], None] = lambda folder: None
     env: dict[str, str] = field(default_factory=dict)
+    problems: int = 1
+    """Lines of the message."""
 
 
 MISTAKES = {
@@ -133,6 +135,7 @@ MISTAKES = {
         "train run.yaml --layout.pp 8",
         ("layout.pp = 8", "4 layers", "nearest: 4"),
     ),
+    "ranks that are too few": Mistake("train run.yaml --nproc 3", ("2 x 2", "= 4", "3 ranks", "nearest")),
     "ranks that are not the product": Mistake(
         "train run.yaml --nproc 6",
         ("2 x 2", "= 4", "6 ranks", "nearest"),
@@ -224,7 +227,7 @@ def test_mistake_is_answered(source: Path, tmp_path: Path, mistake: Mistake) -> 
     missing = [part for part in mistake.answer if part not in message]
     assert not missing, message
     assert len(errors(done.stderr)) == 1
-    assert "Traceback" not in done.stderr
+    assert len(message.splitlines()) == mistake.problems
     assert everything_in(folder) == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -155,6 +156,8 @@ def test_interrupted_run_goes_on_as_if_nothing_had_been(finished: Path, tmp_path
     assert "done" not in log
     assert "Traceback" not in error
     assert not (folder / "out" / "hf").exists()
+    with (folder / "out" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "loss": 0.0}\n{"step": 9, "lo')  # as if it had been stopped later, in writing a line
 
     done = triweave("train", "run.yaml", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -180,24 +183,37 @@ def test_resume_on_another_layout(finished: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "saved", "message"),
     [
-        (["--seed=7"], "seed = 7: differs from the 42 of the checkpoint {}; nearest: 42"),
-        (["--train.global_batch=8"], "train.global_batch = 8: differs from the 4 of the checkpoint {}; nearest: 4"),
+        (
+            ["--seed=7"],
+            {"data": "of another seed, with other examples held out"},
+            "seed = 7: differs from the 42 of the checkpoint step-6; nearest: 42",
+        ),
+        (
+            ["--train.global_batch=8"],
+            {},
+            "train.global_batch = 8: differs from the 4 of the checkpoint step-6; nearest: 4",
+        ),
         (
             ["--data.train=held_out.jsonl"],
-            "data.train = held_out.jsonl: gives other training sequences than those of the checkpoint {};"
+            {},
+            "data.train = held_out.jsonl: gives other training sequences than those of the checkpoint step-6;"
             " nearest: the former data, or resume: never",
         ),
     ],
     ids=["seed", "batch", "data"],
 )
-def test_resume_as_another_run_is_refused(finished: Path, tmp_path: Path, words: list[str], message: str) -> None:
+def test_resume_as_another_run_is_refused(
+    finished: Path, tmp_path: Path, words: list[str], saved: dict[str, str], message: str
+) -> None:
     """Samples would be lost or repeated without a word: one message says what must not change."""
     folder = linked_workspace(finished, tmp_path / "other")
-    source = finished / "out" / "checkpoints" / "step-6"
-    done = triweave("train", "run.yaml", *words, "--resume", str(source), cwd=folder)
+    progress = json.loads((finished / "out" / "checkpoints" / "step-6" / "progress.json").read_text())
+    (folder / "step-6").mkdir()
+    (folder / "step-6" / "progress.json").write_text(json.dumps(progress | saved))
+    done = triweave("train", "run.yaml", *words, "--resume=step-6", cwd=folder)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.splitlines()[-1] == f"error: {message.format(source)}"
+    assert done.stderr[done.stderr.index("error: ") :] == f"error: {message}\n"
     assert [path.name for path in (folder / "out").iterdir()] == ["data"]

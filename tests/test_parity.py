@@ -10,15 +10,40 @@ from ranks import Ranks
 from tiny_models import STYLES, tiny_llama
 
 from triweave.layout import Layout
+from triweave.verify.reference import Reference, Sample
 
 SEQ = 16
 
 
-def check(ranks: Ranks, tmp_path: Path, layout: Layout, *, packed: bool = False, **model: object) -> None:
+class Oracle:
+    """What transformers gives for a model and a number of micro-batches; asked once, used by many layouts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.known: dict[str, tuple[Path, list[Sample], Reference]] = {}
+
+    def ask(
+        self, model: dict[str, object], count: int, size: int, packed: bool
+    ) -> tuple[Path, list[Sample], Reference]:
+        """The model's folder, the micro-batches and the answer."""
+        key = repr((sorted(model.items(), key=str), count, size, packed))
+        if key not in self.known:
+            place = self.folder / str(len(self.known))
+            folder = tiny_llama(place / "model", **model)
+            samples = make_samples(count, size, SEQ, 300, packed=packed)
+            self.known[key] = (folder, samples, make_reference(folder, samples, place / "reference.safetensors"))
+        return self.known[key]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """transformers, with a memory."""
+    return Oracle(tmp_path_factory.mktemp("oracle"))
+
+
+def check(ranks: Ranks, oracle: Oracle, layout: Layout, *, packed: bool = False, **model: object) -> None:
     """Verify `layout` on a tiny model with these overrides."""
-    folder = tiny_llama(tmp_path / "model", **model)
-    samples = make_samples(4 * layout.dp, layout.micro_batch, SEQ, 300, packed=packed)
-    reference = make_reference(folder, samples, tmp_path / "reference.safetensors")
+    folder, samples, reference = oracle.ask(model, 4 * layout.dp, layout.micro_batch, packed)
     verdicts = ranks.run(layout.world_size, verify_on_rank, folder, layout, samples, reference)
     assert verdicts[0].first_difference is None, (verdicts[0].to_json(), verdicts[0].outputs)
     assert len({verdict.layout_loss for verdict in verdicts}) == 1, "every rank reports the same global loss"
@@ -58,9 +83,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_layout_equals_one_process(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+def test_layout_equals_one_process(ranks: Ranks, oracle: Oracle, layout: Layout) -> None:
     """Outputs, loss and every gradient agree with transformers on this layout."""
-    check(ranks, tmp_path, layout)
+    check(ranks, oracle, layout)
 
 
 STYLE_LAYOUTS = {
@@ -72,9 +97,9 @@ STYLE_LAYOUTS = {
 
 @pytest.mark.parametrize("layout", STYLE_LAYOUTS.values(), ids=STYLE_LAYOUTS.keys())
 @pytest.mark.parametrize("style", [style for style in STYLES if style != "llama2"])
-def test_every_family_member_on_every_axis(ranks: Ranks, tmp_path: Path, layout: Layout, style: str) -> None:
+def test_every_family_member_on_every_axis(ranks: Ranks, oracle: Oracle, layout: Layout, style: str) -> None:
     """Rope scaling, tied embeddings, another head size and QKV biases hold on a grid too."""
-    check(ranks, tmp_path, layout, **STYLES[style])
+    check(ranks, oracle, layout, **STYLES[style])
 
 
 TIED = {
@@ -89,16 +114,16 @@ TIED = {
 
 
 @pytest.mark.parametrize("layout", TIED.values(), ids=TIED.keys())
-def test_tied_embeddings_share_one_gradient(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+def test_tied_embeddings_share_one_gradient(ranks: Ranks, oracle: Oracle, layout: Layout) -> None:
     """The tied weight's gradient is the sum of the lookup's and the head's, wherever the two live."""
-    check(ranks, tmp_path, layout, tie_word_embeddings=True)
+    check(ranks, oracle, layout, tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=4), Layout(tp=8, sequence_parallel=False)], ids=["tp4", "tp8-nosp"])
 @pytest.mark.parametrize("vocab_size", [301, 305, 384])
-def test_any_vocabulary_size(ranks: Ranks, tmp_path: Path, layout: Layout, vocab_size: int) -> None:
+def test_any_vocabulary_size(ranks: Ranks, oracle: Oracle, layout: Layout, vocab_size: int) -> None:
     """A vocabulary that TP does not divide is padded, and the padding takes no probability."""
-    check(ranks, tmp_path, layout, vocab_size=vocab_size)
+    check(ranks, oracle, layout, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +131,6 @@ def test_any_vocabulary_size(ranks: Ranks, tmp_path: Path, layout: Layout, vocab
     [Layout(), Layout(tp=2, pp=2, micro_batch=2), Layout(tp=2, recompute=("layer",))],
     ids=["one", "tp2-pp2", "recompute"],
 )
-def test_packed_documents_do_not_see_each_other(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+def test_packed_documents_do_not_see_each_other(ranks: Ranks, oracle: Oracle, layout: Layout) -> None:
     """Attention stays inside a document and positions start again, as transformers gives with a block mask."""
-    check(ranks, tmp_path, layout, packed=True)
+    check(ranks, oracle, layout, packed=True)

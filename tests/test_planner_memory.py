@@ -104,7 +104,7 @@ def test_moments_are_those_of_the_whole_schedule(name: Schedule, pp: int, vpp: i
     m = groups * pp
     schedule = build_schedule(name, pp, vpp, m)
     assert check_schedule(schedule) == []
-    moments = worst_moments(name, pp, vpp, m)
+    moments = [worst_moments(name, pp, vpp, m, rank) for rank in range(pp)]
     for weight in (lambda stage: 1, lambda stage: 1 + stage, lambda stage: pp * vpp - stage):
         held = peak_held(schedule, activations=weight, put_off=lambda stage: 0)
         for rank in range(pp):

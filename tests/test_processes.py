@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 
 from triweave.errors import AnswerIsNo, InputError, Problem
 from triweave.training.process import Process, started_by_launcher
-from triweave.training.processes import GRACE_S, run_ranks
+from triweave.training.processes import GRACE_S, Ending, _wait_for, run_ranks
 
 
 def rank_main(what: Callable[[], int], process: Process) -> int:
@@ -103,6 +106,19 @@ def test_killed_rank_is_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
     """Others that stumble over its closed connections may be heard earlier."""
     assert run_ranks(4, stumble_over_killed) == 1
     assert capfd.readouterr().err == "error: rank 2 was ended by SIGKILL\n"
+
+
+def test_earlier_failure_is_told_though_heard_later(capfd: pytest.CaptureFixture[str]) -> None:
+    """What counts is when a rank failed, not when the process that waits got to hear of it."""
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
+    pipes[0][1].send(Ending(1, "the consequence", time_s=2.0))
+    late = threading.Timer(0.1, pipes[1][1].send, [Ending(1, "the cause", time_s=1.0)])
+    late.start()
+    unused = multiprocessing.Process()
+    assert _wait_for({told: unused for told, _ in pipes}) == 1
+    assert capfd.readouterr().err == "error: the cause\n"
+    for end in itertools.chain(*pipes):
+        end.close()
 
 
 def test_answer_is_the_first_rank_s(capfd: pytest.CaptureFixture[str]) -> None:

@@ -156,6 +156,17 @@ def test_adamw_is_torchs_on_the_whole_model(ranks: Ranks, tmp_path: Path, layout
             torch.testing.assert_close(last[kind][name], value, rtol=1e-5, atol=1e-6, msg=f"{kind} of {name}")
 
 
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 1e3])
+def test_clipping_only_makes_smaller(tmp_path: Path, max_grad_norm: float) -> None:
+    """Gradients longer than the limit are scaled to it, shorter ones and those without a limit are left as they are."""
+    engine = engine_on(tiny_config(tmp_path), Layout(), SAMPLES)
+    _, norm = train_step(engine, local_batch(SAMPLES, engine.layout, 0), 1e-2, max_grad_norm)
+    assert 0.5 < norm < 1e2
+    after = torch.cat([unit.gradient for unit in engine.sharding.units]).norm().item()
+    # As in torch, 1e-6 is added to the norm before dividing.
+    assert after == pytest.approx(min(norm, max_grad_norm or math.inf), rel=1e-5)
+
+
 def train_on_rank(
     rank: int, folder: Path, layout: Layout, samples: list[Sample], max_grad_norm: float, weights: str
 ) -> tuple[list[tuple[float, float]], list[Held]]:

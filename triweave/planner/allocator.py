@@ -91,7 +91,7 @@ class CachingAllocator:
 
     def _take(self, size: int, small: bool) -> MemoryBlock | None:
         pool = self._free[small]
-        place = bisect_left(pool, (size, -1))  # type: ignore[arg-type]
+        place = bisect_left(pool, (size, -1))
         if place == len(pool):
             return None
         block = pool.pop(place)[2]

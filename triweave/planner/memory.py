@@ -11,9 +11,10 @@ allocator reserves and does not use, the CUDA context and NCCL's buffers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import erf, sqrt
+from operator import mul
 
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
@@ -75,12 +76,34 @@ def predict_memory(
     Raises:
         InputError: the schedule cannot be built with these numbers.
     """
-    s = sizes_of(spec, layout, seq_len, dtype, assumptions)
-    moments = worst_moments(layout.schedule, layout.pp, layout.vpp, num_micro_batches)
     return tuple(
-        _rank_memory(spec, layout, rank, moments[rank], s, num_micro_batches, dtype, assumptions)
-        for rank in range(layout.pp)
+        each_rank_memory(
+            spec,
+            layout,
+            range(layout.pp),
+            seq_len=seq_len,
+            num_micro_batches=num_micro_batches,
+            dtype=dtype,
+            assumptions=assumptions,
+        )
     )
+
+
+def each_rank_memory(
+    spec: ModelSpec,
+    layout: Layout,
+    ranks: Iterable[int],
+    *,
+    seq_len: int,
+    num_micro_batches: int,
+    dtype: str = "bfloat16",
+    assumptions: Assumptions = OURS,
+) -> Iterator[StageMemory]:
+    """`predict_memory` of some pipeline ranks, each computed when it is asked for."""
+    s = sizes_of(spec, layout, seq_len, dtype, assumptions)
+    for rank in ranks:
+        moments = worst_moments(layout.schedule, layout.pp, layout.vpp, num_micro_batches, rank)
+        yield _rank_memory(spec, layout, rank, moments, s, num_micro_batches, dtype, assumptions)
 
 
 def _rank_memory(
@@ -98,13 +121,15 @@ def _rank_memory(
     standing = standing_bytes(spec, layout, rank, s, num_micro_batches, dtype, a)
     base = sum(standing.values())
 
+    kept = [tapes[stage].kept_bytes for stage in stages]
+    put_off = [tapes[stage].put_off_bytes for stage in stages]
     best, best_bytes = None, -1
     peaks: dict[tuple[object, int], Peak] = {}
     for moment in moments:
         key = (moment.kind, moment.stage)
         if key not in peaks:
             peaks[key] = tapes[moment.stage].peak(moment.kind)
-        here = peaks[key].bytes + _held_bytes(moment, stages, tapes)
+        here = peaks[key].bytes + sum(map(mul, kept, moment.held)) + sum(map(mul, put_off, moment.put_off))
         if here > best_bytes:
             best, best_bytes = moment, here
     units = [unit for stage in stages for unit in stage_units(spec, layout, stage, a)]
@@ -155,11 +180,6 @@ def standing_bytes(
         # Ring attention receives the next keys and values while it computes with the present ones.
         standing["context parallel buffers"] = 4 * s.key_value
     return {name: size for name, size in standing.items() if size}
-
-
-def _held_bytes(moment: Moment, stages: tuple[int, ...], tapes: Mapping[int, StageTapes]) -> int:
-    held = sum(tapes[stage].kept_bytes * n for stage, n in zip(stages, moment.held, strict=True) if n)
-    return held + sum(tapes[stage].put_off_bytes * n for stage, n in zip(stages, moment.put_off, strict=True) if n)
 
 
 def _held(

@@ -24,15 +24,20 @@ class Moment:
     """The same between the input half and the weight half of a split backward."""
 
 
-@lru_cache(maxsize=1024)
-def worst_moments(name: Schedule, pp: int, vpp: int, num_micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
-    """For every pipeline rank, the moments that no other moment of the same action outdoes.
+@lru_cache(maxsize=4096)
+def worst_moments(name: Schedule, pp: int, vpp: int, num_micro_batches: int, rank: int) -> tuple[Moment, ...]:
+    """The moments of a pipeline rank that no other moment of the same action outdoes.
 
     Raises:
         InputError: the numbers do not fit the schedule.
     """
-    schedule = build_schedule(name, pp, vpp, saturating_micro_batches(name, pp, vpp, num_micro_batches))
-    return tuple(_worst(_moments(schedule, rank)) for rank in range(pp))
+    schedule = _schedule(name, pp, vpp, saturating_micro_batches(name, pp, vpp, num_micro_batches))
+    return _worst(_moments(schedule, rank))
+
+
+@lru_cache(maxsize=256)
+def _schedule(name: Schedule, pp: int, vpp: int, num_micro_batches: int) -> PipelineSchedule:
+    return build_schedule(name, pp, vpp, num_micro_batches)
 
 
 def saturating_micro_batches(name: Schedule, pp: int, vpp: int, num_micro_batches: int) -> int:
@@ -62,13 +67,16 @@ def _moments(schedule: PipelineSchedule, rank: int) -> list[Moment]:
 
 def _worst(moments: Sequence[Moment]) -> tuple[Moment, ...]:
     """Moments that are not below another one of the same action in every count."""
-    distinct = list(dict.fromkeys(moments))
-    return tuple(one for one in distinct if not any(_below(one, other) for other in distinct if other is not one))
+    alike: dict[tuple[Kind, int], list[Moment]] = {}
+    for moment in dict.fromkeys(moments):
+        alike.setdefault((moment.kind, moment.stage), []).append(moment)
+    return tuple(
+        one
+        for group in alike.values()
+        for one in group
+        if not any(_below(one, other) for other in group if other is not one)
+    )
 
 
 def _below(one: Moment, other: Moment) -> bool:
-    return (
-        (one.kind, one.stage) == (other.kind, other.stage)
-        and all(a <= b for a, b in zip(one.held, other.held, strict=True))
-        and all(a <= b for a, b in zip(one.put_off, other.put_off, strict=True))
-    )
+    return all(a <= b for a, b in zip(one.held + one.put_off, other.held + other.put_off, strict=True))

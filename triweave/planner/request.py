@@ -8,9 +8,10 @@ from triweave.cluster import Cluster
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
 from triweave.planner.assumptions import OURS, Assumptions
-from triweave.planner.memory import StageMemory, predict_memory
-from triweave.planner.time_step import StepTime, predict_step
+from triweave.planner.memory import StageMemory, each_rank_memory, predict_memory
+from triweave.planner.time_step import StepTime, least_step_s, predict_step
 
+GIB = 2**30
 MAX_OOM_PROBABILITY = 0.05
 """A layout fits when no stage is likelier than this to need more than its card has."""
 
@@ -78,11 +79,38 @@ def memory_of(request: Request, layout: Layout) -> tuple[StageMemory, ...]:
     )
 
 
+def memory_if_fits(request: Request, layout: Layout) -> tuple[StageMemory, ...] | None:
+    """Memory of every pipeline rank, None as soon as one does not fit: the first and the last are asked first."""
+    ranks = sorted(range(layout.pp), key=lambda rank: (rank not in (0, layout.pp - 1), rank))
+    found: dict[int, StageMemory] = {}
+    for stage in each_rank_memory(
+        request.spec,
+        layout,
+        ranks,
+        seq_len=request.seq_len,
+        num_micro_batches=layout.micro_batches(request.global_batch),
+        dtype=request.dtype,
+        assumptions=request.assumptions,
+    ):
+        if stage.out_of_memory_probability(request.capacity_bytes) > MAX_OOM_PROBABILITY:
+            return None
+        found[stage.pp_rank] = stage
+    return tuple(found[rank] for rank in range(layout.pp))
+
+
 def time_of(request: Request, layout: Layout) -> StepTime:
     """Seconds of a step."""
     return predict_step(
         request.spec, layout, request.cluster, seq_len=request.seq_len, global_batch=request.global_batch
     )
+
+
+def least_time_of(request: Request, layout: Layout) -> float:
+    """Seconds that the step cannot undercut, found faster than the step itself; a hair less, for rounding."""
+    least = least_step_s(
+        request.spec, layout, request.cluster, seq_len=request.seq_len, global_batch=request.global_batch
+    )
+    return least * (1 - 1e-9)
 
 
 def oom_probability(request: Request, memory: tuple[StageMemory, ...]) -> float:

@@ -1,26 +1,28 @@
 """Finds the fastest layouts that fit: the whole legal space, best first, and no more of it than needs pricing.
 
-Layouts that differ only in the order of the pipeline (schedule, virtual stages, layer map) are a family. No member's
-step is shorter than the family's plain 1F1B step without what it waits in the pipeline (nor, with recompute, than
-its own step without), so families are visited from the lowest such bound on, and the search ends at the first
-bound that is no better than the worst answer it would still report. What cannot hold even its weights, gradients and
-optimizer states is never priced.
+A queue holds every layout, by a step time that it cannot undercut. The layout at its head is asked for its memory, and
+if it fits goes back by its exact step time; the first ones that come up again are therefore the answers. What cannot
+hold even its weights, gradients and optimizer states is never priced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from operator import itemgetter
+from typing import NamedTuple
 
 from triweave.errors import divisors
 from triweave.layout import Layout, Recompute, Schedule, Shard, balanced_layers, even_layers
 from triweave.planner.request import (
-    MAX_OOM_PROBABILITY,
+    GIB,
     Candidate,
     Request,
+    least_time_of,
+    memory_if_fits,
     memory_of,
     oom_probability,
-    price,
     time_of,
 )
 from triweave.rules import layout_problems
@@ -43,6 +45,22 @@ MAX_VIRTUAL_STAGES = 8
 
 Progress = Callable[[int, int], None]
 """Told how many layouts are priced, of how many."""
+_PROGRESS_EVERY = 64
+
+Grid = tuple[int, int, int]
+"""Tensor, pipeline and data parallel ranks."""
+
+
+class _Entry(NamedTuple):
+    """A layout in the queue. Ties go to the layout that comes first in `layouts`, and to less recomputation."""
+
+    seconds: float
+    """The step, or what it cannot undercut as long as `found` is None."""
+    number: int
+    """Of the layout without its recomputation, which is in `RECOMPUTE` at `recompute`."""
+    recompute: int
+    layout: Layout
+    found: Candidate | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,114 +91,72 @@ def search(request: Request, top: int = 5, progress: Progress | None = None) -> 
         top: answers wanted; each is another grid, micro-batch, schedule, layer map or shard level.
         progress: told now and then how far it is.
     """
-    families: dict[tuple[object, ...], list[Layout]] = {}
-    for layout in layouts(request):
-        key = (layout.tp, layout.pp, layout.dp, layout.micro_batch, layout.shard)
-        families.setdefault(key, []).append(layout)
-    rejected: dict[tuple[int, int, int], Rejected] = {}
-    refused: set[Layout] = set()
-    bounded: list[tuple[float, list[Layout]]] = []
-    for number, members in enumerate(families.values()):
-        plain = members[0]
-        reason = _problem(request, plain) or _states_too_large(request, plain)
-        if reason:
-            refused.add(plain)
-            rejected.setdefault(_grid(plain), Rejected(plain, reason))
+    every = list(layouts(request))
+    rejected: dict[Grid, Rejected] = {}
+    queue: list[_Entry] = []
+    for number, layout in enumerate(every):
+        if reason := _problem(request, layout) or _states_too_large(request, layout):
+            rejected.setdefault(_grid(layout), Rejected(layout, reason))
         else:
-            bounded.append((_bound(request, members), members))
-        if progress is not None:
-            progress(number, len(families))
-    bounded.sort(key=lambda item: item[0])
-
-    best: list[Candidate] = []
-    fitting: list[tuple[float, list[Layout]]] = []
-    # First the plain member of each family: it tells what is worth beating.
-    for bound, members in bounded:
-        if bound >= _limit(best, top):
-            break
-        if reason := too_large(request, members[0]):
-            # Every other order of the pipeline holds at least what 1F1B holds.
-            refused.add(members[0])
-            rejected.setdefault(_grid(members[0]), Rejected(members[0], reason))
-            continue
-        fitting.append((bound, members))
-        best = _with(best, fastest_that_fits(request, members[0], _limit(best, top)), top)
-    for bound, members in fitting:
-        if bound >= _limit(best, top):
-            break
-        for layout in members[1:]:
-            best = _with(best, fastest_that_fits(request, layout, _limit(best, top)), top)
-    slower: dict[tuple[int, int, int], float] = {}
-    for bound, members in bounded:
-        grid = _grid(members[0])
-        limit = slower.get(grid, float("inf"))
-        if bound >= limit or members[0] in refused:
-            continue
-        found = fastest_that_fits(request, members[0], limit)
-        if found is not None:
-            slower[grid] = found.time.step_s
-            rejected[grid] = Rejected(found.layout, f"fits, and takes {found.time.step_s:.2f} s a step in 1F1B order")
-    answered = {_grid(candidate.layout) for candidate in best}
+            queue.append(_Entry(least_time_of(request, layout), number, 0, layout, None))
+        if progress is not None and number % _PROGRESS_EVERY == 0:
+            progress(number, len(every))
+    if progress is not None:
+        progress(len(every) - 1, len(every))
+    answers, others = _walk(request, queue, top)
+    rejected |= others
+    answered = {_grid(candidate.layout) for candidate in answers}
     reasons = [reject for grid, reject in sorted(rejected.items()) if grid not in answered]
-    return Plan(tuple(best), tuple(reasons), sum(map(len, families.values())))
+    return Plan(tuple(answers), tuple(reasons), len(every))
 
 
-def _limit(best: Sequence[Candidate], top: int) -> float:
-    """Seconds that a further answer must undercut."""
-    return best[-1].time.step_s if len(best) >= top else float("inf")
+def _walk(request: Request, queue: list[_Entry], top: int) -> tuple[list[Candidate], dict[Grid, Rejected]]:
+    """The fastest layouts that fit, and what becomes of the grids that are not among them."""
+    answers: list[Candidate] = []
+    answered: set[int] = set()
+    others: dict[Grid, Rejected] = {}
+    too_large: dict[Grid, list[Layout]] = {}
+    heapify(queue)
+    while queue:
+        entry = heappop(queue)
+        layout, grid = entry.layout, _grid(entry.layout)
+        wanted = len(answers) < top
+        plain = layout.schedule == "1f1b" and grid not in others
+        if entry.number in answered or not (wanted or plain):
+            continue
+        if entry.found is None:
+            memory = memory_if_fits(request, layout)
+            if memory is not None:
+                found = Candidate(layout, memory, time_of(request, layout), True, oom_probability(request, memory))
+                heappush(queue, entry._replace(seconds=found.time.step_s, found=found))
+            else:
+                too_large.setdefault(grid, []).append(layout)
+            if memory is None and entry.recompute == 0:
+                # No way to recompute makes the step shorter, so the others wait until this one is refused.
+                for which in range(1, len(RECOMPUTE)):
+                    sparing = replace(layout, recompute=RECOMPUTE[which])
+                    heappush(queue, _Entry(least_time_of(request, sparing), entry.number, which, sparing, None))
+            continue
+        answered.add(entry.number)
+        if wanted:
+            answers.append(entry.found)
+        if plain:
+            reason = f"fits, and takes {entry.seconds:.2f} s a step in 1F1B order"
+            others[grid] = Rejected(layout, reason)
+    for grid, refused in too_large.items():
+        if grid not in others:
+            others[grid] = _least_memory(request, refused)
+    return answers, others
 
 
-def _with(best: list[Candidate], found: Candidate | None, top: int) -> list[Candidate]:
-    if found is None:
-        return best
-    return sorted([*best, found], key=lambda candidate: candidate.time.step_s)[:top]
-
-
-def _bound(request: Request, members: Sequence[Layout]) -> float:
-    """Seconds that no member of a family can undercut."""
-    plain = min((time_of(request, layout) for layout in members if layout.schedule == "1f1b"), key=lambda t: t.step_s)
-    # Finer layer maps may balance the head a little better than 1F1B's own.
-    return 0.97 * (plain.step_s - plain.breakdown.pipeline)
-
-
-def _states_too_large(request: Request, layout: Layout) -> str | None:
-    """Why not even weights, gradients and optimizer states fit, None if they may."""
-    layers = max(layout.layers) * request.spec.layer_matmul_parameters / layout.tp
-    weights, shared = {"optimizer": (6, 12), "gradients": (2, 16), "full": (0, 16)}.get(layout.shard, (18, 0))
-    needed = layers * (weights + shared / layout.dp)
-    if needed <= request.capacity_bytes:
-        return None
-    gib = 2**30
-    return (
-        f"weights, gradients and optimizer states alone need {needed / gib:.1f} GiB"
-        f" of {request.capacity_bytes / gib:.1f}"
+def _least_memory(request: Request, refused: Sequence[Layout]) -> Rejected:
+    """Of layouts that do not fit, the one that is nearest to it."""
+    sparing = [layout for layout in refused if layout.recompute == RECOMPUTE[-1]] or refused
+    used, layout = min(
+        ((max(stage.used_bytes for stage in memory_of(request, layout)), layout) for layout in sparing),
+        key=itemgetter(0),
     )
-
-
-def too_large(request: Request, layout: Layout) -> str | None:
-    """By how much the layout does not fit even when whole layers are recomputed, None if it does."""
-    memory = memory_of(request, replace(layout, recompute=RECOMPUTE[-1]))
-    if oom_probability(request, memory) <= MAX_OOM_PROBABILITY:
-        return None
-    used = max(stage.used_bytes for stage in memory) / 2**30
-    return f"needs {used:.1f} GiB of {request.capacity_bytes / 2**30:.1f} even when whole layers are recomputed"
-
-
-def fastest_that_fits(request: Request, layout: Layout, limit_s: float) -> Candidate | None:
-    """The layout with the recompute that makes it fit at the least cost; None if none does below `limit_s`."""
-    if _problem(request, layout) is not None:
-        return None
-    best: Candidate | None = None
-    for recompute in RECOMPUTE:
-        candidate = replace(layout, recompute=recompute)
-        # The price of time is cheaper to find than that of memory, so it is asked first.
-        if time_of(request, candidate).step_s < (limit_s if best is None else best.time.step_s):
-            priced = price(request, candidate)
-            if priced.fits:
-                best = priced
-                if not recompute:
-                    break
-    return best
+    return Rejected(layout, f"needs at least {used / GIB:.1f} GiB of {request.capacity_bytes / GIB:.1f}")
 
 
 def layouts(request: Request) -> Iterator[Layout]:
@@ -240,6 +216,19 @@ def _layer_maps(request: Request, num_stages: int) -> list[tuple[int, ...]]:
     return [even] if balanced == even else [even, balanced]
 
 
+def _states_too_large(request: Request, layout: Layout) -> str | None:
+    """Why not even weights, gradients and optimizer states fit, None if they may."""
+    layers = max(layout.layers) * request.spec.layer_matmul_parameters / layout.tp
+    weights, shared = {"optimizer": (6, 12), "gradients": (2, 16), "full": (0, 16)}.get(layout.shard, (18, 0))
+    needed = layers * (weights + shared / layout.dp)
+    if needed <= request.capacity_bytes:
+        return None
+    return (
+        f"weights, gradients and optimizer states alone need {needed / GIB:.1f} GiB"
+        f" of {request.capacity_bytes / GIB:.1f}"
+    )
+
+
 def _problem(request: Request, layout: Layout) -> str | None:
     """The first rule that the layout breaks."""
     problems = layout_problems(
@@ -254,5 +243,5 @@ def _problem(request: Request, layout: Layout) -> str | None:
     return str(problems[0]) if problems else None
 
 
-def _grid(layout: Layout) -> tuple[int, int, int]:
+def _grid(layout: Layout) -> Grid:
     return layout.tp, layout.pp, layout.dp

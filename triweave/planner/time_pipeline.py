@@ -72,6 +72,28 @@ def pipeline_s(
     return _priced(schedule, pp, vpp, micro_batches, costs, transfer_s)
 
 
+def least_pipeline_s(
+    schedule: Schedule, pp: int, micro_batches: int, costs: Sequence[StageCost], transfer_s: float
+) -> float:
+    """Seconds that no order of the schedule's actions can undercut; what 1F1B takes where all stages are equal.
+
+    A rank waits for the first activation to come through the stages before it, does its own work, and its last
+    gradient goes back through those stages. In a zero-bubble order weight halves may follow that gradient.
+    """
+    split = schedule == "zero-bubble"
+    least = before = after = 0.0
+    for rank in range(pp):
+        own = costs[rank::pp]
+        busy = micro_batches * sum(cost.total for cost in own)
+        least = max(least, before + busy + (0.0 if split else after))
+        if split:
+            put_off = micro_batches * sum(cost.backward_weight for cost in own)
+            least = max(least, before + busy - put_off + after)
+        before += costs[rank].forward + transfer_s
+        after += costs[rank].backward_input + transfer_s + (0.0 if split else costs[rank].backward_weight)
+    return least
+
+
 def _slope(schedule: Schedule, pp: int, vpp: int, costs: Sequence[StageCost], transfer_s: float) -> tuple[float, int]:
     """Seconds that one more micro-batch adds in the long run, and after how many of them the order repeats itself.
 

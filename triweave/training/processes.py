@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -142,6 +142,8 @@ def _ending_of(function: Callable[[Process], int], process: Process) -> Ending:
 def _start_server(context: mp.context.ForkServerContext) -> None:
     """Start the server that imports torch once and forks the ranks; it never touches a GPU."""
     context.set_forkserver_preload(["triweave.training.loop", "triweave.verify.run"])
+    # Started first by itself: in starting it CPython (3.11 to 3.14) unblocks the signal that is to stay blocked.
+    resource_tracker.ensure_running()
     # Ctrl-C reaches every process of a terminal. The server and the ranks leave it to the one that started them.
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,0 +1,183 @@
+"""Seconds of every action of a step: what one micro-batch costs each virtual stage, and each message between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from triweave.cluster import Cluster
+from triweave.errors import InputError, Problem, nearest_number
+from triweave.layout import Layout
+from triweave.model_spec import ModelSpec
+from triweave.planner.machine import Machine, machine
+from triweave.planner.time_collectives import GroupShape, overlapped_s, reduce_scatter_s, send_s
+from triweave.planner.time_ends import embedding_work, head_work
+from triweave.planner.time_layer import layer_work
+from triweave.planner.time_matmul import Precision
+from triweave.planner.time_parts import Place, Work, chain, place_of
+from triweave.planner.time_pipeline import StageCost
+from triweave.planner.time_shapes import Decoder, decoder_of
+from triweave.planner.time_stack import TRIWEAVE, Stack
+
+
+class Ends(NamedTuple):
+    """Which ends of the model a virtual stage holds."""
+
+    embedding: bool
+    head: bool
+
+
+class StageBlocks(NamedTuple):
+    """One micro-batch on one virtual stage."""
+
+    work: Work
+    gather_s: float
+    """ZeRO-3: what gathering weights adds to the forward."""
+    scatter_s: float
+    """ZeRO-3: what gathering them again and scattering gradients adds to the backward."""
+    parameters: float
+    """Weights of the stage on one tensor-parallel rank."""
+    cost: StageCost
+    """All of it by action, messages left out."""
+
+    @property
+    def gathering_s(self) -> float:
+        """What sharded weights cost a micro-batch."""
+        return self.gather_s + self.scatter_s
+
+
+@dataclass(frozen=True, slots=True)
+class ActionCosts:
+    """What a schedule is simulated with."""
+
+    place: Place
+    micro_batches: int
+    """Of a step, on one data-parallel rank."""
+    blocks: tuple[StageBlocks, ...]
+    """One for each virtual stage, in model order."""
+    stages: tuple[StageCost, ...]
+    """Their actions, with the messages that they wait for."""
+    transfer_s: float
+    """One message that travels beside the compute."""
+
+    def busy_s(self, layout: Layout) -> list[float]:
+        """Seconds that each pipeline rank computes in a step."""
+        totals = [cost.total for cost in self.stages]
+        return [self.micro_batches * sum(totals[rank :: layout.pp]) for rank in range(layout.pp)]
+
+
+def action_costs(
+    spec: ModelSpec | Decoder,
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    seq_len: int,
+    global_batch: int,
+    precision: Precision = "bf16",
+    stack: Stack = TRIWEAVE,
+    on: Machine | None = None,
+) -> ActionCosts:
+    """Seconds of every action of `layout`; the arguments are those of `time_step.predict_step`.
+
+    Raises:
+        InputError: a batch or a layer map that does not fit the layout, or a GPU without measured speeds.
+    """
+    _check(layout, global_batch)
+    gpu = on if on is not None else machine(cluster.gpu.name)
+    per_node = cluster.gpus_per_node
+    place = place_of(decoder_of(spec), layout, gpu, stack, seq_len=seq_len, gpus_per_node=per_node, precision=precision)
+    group = replicas(layout, per_node) if layout.shard == "full" else None
+    last = layout.num_stages - 1
+    known: dict[tuple[int, bool, bool], StageBlocks] = {}
+    blocks = []
+    for stage, count in enumerate(layout.layers):
+        key = (count, stage == 0, stage == last)
+        if key not in known:
+            known[key] = _stage_blocks(place, count, Ends(stage == 0, stage == last), group)
+        blocks.append(known[key])
+    transfer = _transfer_s(place, layout, per_node)
+    stages = [block.cost for block in blocks]
+    if transfer and not stack.overlap_pp:
+        stages = [
+            StageCost(cost.forward + transfer, cost.backward_input + transfer, cost.backward_weight) for cost in stages
+        ]
+        transfer = 0.0
+    return ActionCosts(place, layout.micro_batches(global_batch), tuple(blocks), tuple(stages), transfer)
+
+
+def replicas(layout: Layout, gpus_per_node: int) -> GroupShape:
+    """Ranks that share out weights: data-parallel and context-parallel ones, which are neighbours."""
+    ranks = layout.dp * layout.cp
+    return GroupShape(ranks, max(1, min(ranks, gpus_per_node // layout.tp)))
+
+
+def _check(layout: Layout, global_batch: int) -> None:
+    problems = []
+    share = layout.dp * layout.micro_batch
+    if global_batch % share or global_batch < share:
+        rule = f"must be a multiple of dp {layout.dp} x micro_batch {layout.micro_batch} = {share}"
+        below = max(1, global_batch // share) * share
+        problems.append(
+            Problem("train.global_batch", global_batch, rule, nearest_number(global_batch, (below, below + share)))
+        )
+    if len(layout.layers) != layout.num_stages:
+        rule = f"must name the layers of {layout.num_stages} virtual stages, not of {len(layout.layers)}"
+        problems.append(Problem("layout.layers", layout.layers, rule))
+    if problems:
+        raise InputError(problems)
+
+
+@lru_cache(maxsize=65536)
+def _stage_blocks(place: Place, num_layers: int, ends: Ends, group: GroupShape | None) -> StageBlocks:
+    """One micro-batch on `num_layers` layers and the ends; the weights sharded over `group`, None if they are whole."""
+    works = [layer_work(place).times(num_layers)]
+    if ends.embedding:
+        works.append(embedding_work(place))
+    if ends.head:
+        works.append(head_work(place))
+    work = chain(*works)
+    decoder = place.decoder
+    parameters = (num_layers * decoder.layer_parameters + sum(ends) * decoder.head_parameters) / place.tp.ranks
+    gather, scatter = (0.0, 0.0) if group is None else _sharding_s(place, work, parameters, num_layers, group)
+    cost = StageCost(
+        work.forward.total + gather,
+        work.recompute.total + work.backward_input.total + scatter,
+        work.backward_weight.total,
+    )
+    return StageBlocks(work, gather, scatter, parameters, cost)
+
+
+def _sharding_s(place: Place, work: Work, parameters: float, num_layers: int, group: GroupShape) -> tuple[float, float]:
+    """ZeRO-3: what gathering weights and scattering gradients adds to a stage's forward and backward, per micro-batch.
+
+    A layer's weights are gathered while the layer before computes (backward again), its gradients scattered while
+    the next one computes. The first gather and the last scatter of a stage have nothing to hide under.
+    """
+    stack, count = place.stack, max(1, num_layers)
+    layer = parameters / count
+    gather = reduce_scatter_s(place.machine, group, 2.0 * layer)
+    scatter = reduce_scatter_s(place.machine, group, stack.gradient_size * layer)
+    forward = work.forward.total / count
+    backward = (work.recompute.total + work.backward_input.total + work.backward_weight.total) / count
+    hidden_forward = overlapped_s(gather, forward, stack.slowdown)
+    hidden_backward = overlapped_s(gather + scatter, backward, stack.slowdown)
+    copies = stack.shard_copies * layer * count / place.machine.hbm_kernel_bytes_per_s
+    share = stack.overlap_dp
+    added_forward = count * (share * hidden_forward + (1 - share) * gather)
+    added_backward = count * (share * hidden_backward + (1 - share) * (gather + scatter))
+    if share:
+        added_forward += max(0.0, gather - overlapped_s(gather, forward, 0.0))
+        added_backward += max(0.0, scatter - overlapped_s(scatter, backward, 0.0))
+    return added_forward + copies / 3, added_backward + copies * 2 / 3
+
+
+def _transfer_s(place: Place, layout: Layout, gpus_per_node: int) -> float:
+    """One activation, or its gradient, from a stage to the next."""
+    if layout.pp == 1:
+        return 0.0
+    size = 2.0 * place.tokens * place.decoder.hidden
+    if place.sequence_parallel or place.stack.sends_slices:
+        size /= place.tp.ranks
+    crosses = layout.tp * layout.cp * layout.dp >= gpus_per_node
+    return send_s(place.machine, size, crosses_nodes=crosses)
