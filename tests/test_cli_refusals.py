@@ -134,6 +134,7 @@ MISTAKES = {
     "more ranks than layers": Mistake(
         "train run.yaml --layout.pp 8",
         ("layout.pp = 8", "4 layers", "nearest: 4"),
+        problems=2,  # and the batch is too small for so many stages
     ),
     "ranks that are too few": Mistake("train run.yaml --nproc 3", ("2 x 2", "= 4", "3 ranks", "nearest")),
     "ranks that are not the product": Mistake(
@@ -153,7 +154,9 @@ MISTAKES = {
         ("train.global_batch = 4", "1 micro-batches", "pp = 2", "nearest: 8"),
     ),
     "heads that TP does not divide": Mistake(
-        "train run.yaml --layout.tp 3", ("layout.tp = 3", "8 attention heads", "nearest: 2")
+        "train run.yaml --layout.tp 3 --layout.sequence_parallel false",
+        ("layout.tp = 3", "8 attention heads", "4 key/value heads", "nearest: 2"),
+        problems=2,
     ),
     "sequence that TP does not divide": Mistake(
         "train run.yaml --data.seq_len 63", ("data.seq_len = 63", "tp = 2", "nearest: 62")
@@ -192,8 +195,9 @@ MISTAKES = {
     ),
     "rank that is none": Mistake("train run.yaml", ("RANK = 4", "below the 4"), env={**LAUNCHED, "RANK": "4"}),
     "several at once": Mistake(
-        "train run.yaml --layout.tp 3 --data.train chats.jsonl --seed -1",
-        ("layout.tp = 3", "data.train = chats.jsonl", "seed = -1"),
+        "train run.yaml --layout.micro_batch 0 --data.train chats.jsonl --seed -1",
+        ("layout.micro_batch = 0", "data.train = chats.jsonl", "seed = -1"),
+        problems=3,
     ),
     "example that is not there": Mistake("data run.yaml --example 99", ("example = 99", "0 to 39", "nearest: 39")),
     "verify without data": Mistake(

@@ -16,8 +16,8 @@ VERBS = {
     "demo": "Fine-tune a real checkpoint on a grid of processes of this machine, from nothing to an answer.",
     "train": "Train what a run file describes.",
     "verify": "Prove that a layout computes what one process computes.",
-    "plan": "Rank every legal layout of a model on a cluster: memory, step time, MFU, and why.",
-    "predict": "Predict runs that somebody else measured, and say by how much it was wrong.",
+    "plan": "Rank every legal layout of a model on a cluster: memory of each stage, step time, MFU, and why.",
+    "predict": "Predict runs that somebody else measured: step time, tokens per second and memory.",
     "data": "Show what a run file's data becomes: counts, lengths, and which tokens are trained.",
     "schema": "Print the JSON schema of run files, for editors.",
 }

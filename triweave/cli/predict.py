@@ -9,9 +9,9 @@ from triweave.cli.options import Json
 
 
 def predict(rows: Path, *, json: Json = False) -> int:
-    """Predict runs that somebody else measured: step time, tokens per second and memory of each row of a CSV file.
+    """Predict runs that somebody else measured: step time, tokens per second and memory.
 
-    The measured columns are never read to predict; where a row has them, the signed errors and their summary follow.
+    Each row of the CSV file is a run. The measured columns are never read to predict; where a row has them, the signed errors and their summary follow.
 
     Example: triweave predict published_runs.csv --json
 

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from triweave.layout import Layout
-from triweave.planner.explain import GIB, why
+from triweave.planner.assumptions import GIB
+from triweave.planner.explain import why
 from triweave.planner.request import Candidate, Request
 from triweave.planner.search import Plan
 

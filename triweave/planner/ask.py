@@ -58,6 +58,8 @@ def given_layout(request: Request, words: str) -> Layout:
     """
     # Commas part the keys, but not inside a list: recompute=[norm,swiglu].
     parts = [part for part in re.split(r",(?![^\[]*\])", words) if part]
+    if not parts:
+        raise InputError(Problem("--layout", words, "names no key of a layout", "tp=8,pp=4"))
     config = load_words(LayoutConfig, parts, "--layout")
     ranks = config.tp * config.pp * config.cp
     dp = config.dp if config.dp is not None else max(1, request.cluster.world_size // max(1, ranks))
@@ -104,11 +106,13 @@ def run_file_text(request: Request, layout: Layout) -> str:
             tp=layout.tp,
             pp=layout.pp,
             vpp=layout.vpp,
+            cp=layout.cp,
             micro_batch=layout.micro_batch,
             sequence_parallel=layout.sequence_parallel,
             schedule=layout.schedule,
             shard=layout.shard,
             recompute=layout.recompute,
+            tp_across_nodes=layout.tp > request.cluster.gpus_per_node,
             layers="even" if even else layers,
         ),
         data=DataConfig(train=("train.jsonl",), seq_len=request.seq_len),

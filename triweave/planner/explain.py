@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from triweave.layout import Layout, even_layers
-from triweave.planner.request import Candidate, Request, price
+from triweave.planner.assumptions import GIB
+from triweave.planner.request import Candidate, Request, price, time_of
 from triweave.planner.search import RECOMPUTE, SHARDS
 from triweave.rules import layout_problems
 
-GIB = 2**30
 NAMES = {
     "matmul": "matrix products",
     "attention": "attention",
@@ -98,12 +98,12 @@ def _what_would_be_faster(request: Request, candidate: Candidate) -> Iterator[st
             f" the step and saves {(without.peak_bytes - candidate.peak_bytes) / GIB:.1f} GiB"
         )
     longer = replace(request, global_batch=2 * request.global_batch)
-    gain = 2 * step / price(longer, layout).time.step_s - 1
+    gain = 2 * step / time_of(longer, layout).step_s - 1
     if gain > 0.01:
         yield f"twice the global batch would give {100 * gain:.0f} % more tokens a second"
     wider, doubled = request.with_cluster(2 * request.cluster.num_nodes), replace(layout, dp=2 * layout.dp)
     if layout.dp > 1 and _is_legal(wider, doubled):
-        speed = step / price(wider, doubled).time.step_s
+        speed = step / time_of(wider, doubled).step_s
         yield f"twice the nodes would make the same step {speed:.2f} times as fast"
 
 

@@ -7,6 +7,7 @@ Megatron: one buffer padded to dp x 128 elements at its end (`param_and_grad_buf
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
@@ -29,7 +30,7 @@ class ParameterUnit:
 
     def numel(self, multiple: int) -> int:
         """Elements of the flat buffer, its padding included."""
-        return _round_up(sum(_round_up(size, _ALIGNMENT) for size in self.shapes), multiple)
+        return _flat_elements(self.shapes, multiple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,11 @@ def weight_gradient_cache(spec: ModelSpec, layout: Layout, units: list[Parameter
         if unit.name != "embed":
             shapes |= set(unit.shapes)
     return sum(shapes) * DTYPE_BYTES[dtype]
+
+
+@lru_cache(maxsize=4096)
+def _flat_elements(shapes: tuple[int, ...], multiple: int) -> int:
+    return _round_up(sum(_round_up(size, _ALIGNMENT) for size in shapes), multiple)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -45,6 +45,26 @@ COLUMNS = [
 """What describes a run; the columns of what was measured may be missing."""
 MEASURED = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "step_time_s", "peak_mem_gib")
 
+WHOLE_NUMBERS = (
+    "layers",
+    "hidden",
+    "ffn",
+    "heads",
+    "kv_heads",
+    "vocab",
+    "seq",
+    "gpus",
+    "gpus_per_node",
+    "gbs",
+    "mbs",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "dp",
+)
+"""Positive where they are not empty."""
+
 Row = Mapping[str, str]
 
 
@@ -69,6 +89,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def predict_row(row: Row) -> dict[str, Any]:
     """The prediction for one row, with the reason for each part that cannot be predicted."""
     answer: dict[str, Any] = {"step_s": None, "tokens_per_s_per_gpu": None, "peak_gib": None, "fits": None}
+    if wrong := [f"{name} = {row[name]}" for name in WHOLE_NUMBERS if not _is_whole(row[name])]:
+        reason = f"{', '.join(wrong)}: must be a positive whole number"
+        return answer | {"unpredicted": {"step_s": reason, "peak_gib": reason}}
     unpredicted = {}
     run = run_of_row(row)
     if isinstance(run, str):
@@ -98,6 +121,10 @@ def predict_row(row: Row) -> dict[str, Any]:
     return answer
 
 
+def _is_whole(cell: str) -> bool:
+    return not cell or (cell.isdecimal() and int(cell) > 0)
+
+
 def _memory(row: Row, capacity_bytes: int | None) -> dict[str, Any]:
     case = case_of(row)
     stages = predict_memory(
@@ -119,16 +146,26 @@ def _memory(row: Row, capacity_bytes: int | None) -> dict[str, Any]:
 def errors_of(row: Row, answer: Mapping[str, Any]) -> dict[str, float | bool]:
     """Signed relative errors (predicted over measured, less 1) of what the row measured."""
     errors: dict[str, float | bool] = {}
+    if not all(_is_whole(row[name]) for name in WHOLE_NUMBERS):
+        return errors
+    ran_out = row["mfu"] == "OOM"
+    row = {**row, **{name: row[name] if _is_positive(row[name]) else "" for name in MEASURED}}
     measured_step = step_s_of_row(row)
     if measured_step and answer["step_s"] is not None:
         errors["step_s"] = answer["step_s"] / measured_step - 1
         errors["tokens_per_s_per_gpu"] = measured_step / answer["step_s"] - 1
     if row["peak_mem_gib"] and answer["peak_gib"] is not None:
         errors["peak_gib"] = answer["peak_gib"] / float(row["peak_mem_gib"]) - 1
-    ran_out = row["mfu"] == "OOM"
     if answer["fits"] is not None and (ran_out or measured_step):
         errors["fits_right"] = answer["fits"] != ran_out
     return errors
+
+
+def _is_positive(cell: str) -> bool:
+    try:
+        return 0 < float(cell) < float("inf")
+    except ValueError:
+        return False
 
 
 def summary(errors: Sequence[Mapping[str, float | bool]]) -> dict[str, Any]:

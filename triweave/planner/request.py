@@ -11,7 +11,6 @@ from triweave.planner.assumptions import OURS, Assumptions
 from triweave.planner.memory import StageMemory, each_rank_memory, predict_memory
 from triweave.planner.time_step import StepTime, least_step_s, predict_step
 
-GIB = 2**30
 MAX_OOM_PROBABILITY = 0.05
 """A layout fits when no stage is likelier than this to need more than its card has."""
 

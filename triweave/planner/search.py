@@ -13,10 +13,10 @@ from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple
 
-from triweave.errors import divisors
+from triweave.errors import InputError, Problem, divisors, nearest_number
 from triweave.layout import Layout, Recompute, Schedule, Shard, balanced_layers, even_layers
+from triweave.planner.assumptions import GIB
 from triweave.planner.request import (
-    GIB,
     Candidate,
     Request,
     least_time_of,
@@ -90,12 +90,20 @@ def search(request: Request, top: int = 5, progress: Progress | None = None) -> 
         request: the question.
         top: answers wanted; each is another grid, micro-batch, schedule, layer map or shard level.
         progress: told now and then how far it is.
+
+    Raises:
+        InputError: no layout of the cluster is legal for the model and the batch, or `top` is not positive.
     """
+    if top < 1:
+        raise InputError(Problem("--top", top, "must be at least 1", "1"))
     every = list(layouts(request))
     rejected: dict[Grid, Rejected] = {}
     queue: list[_Entry] = []
+    legal = 0
     for number, layout in enumerate(every):
-        if reason := _problem(request, layout) or _states_too_large(request, layout):
+        problem = _problem(request, layout)
+        legal += problem is None
+        if reason := problem or _states_too_large(request, layout):
             rejected.setdefault(_grid(layout), Rejected(layout, reason))
         else:
             queue.append(_Entry(least_time_of(request, layout), number, 0, layout, None))
@@ -103,6 +111,8 @@ def search(request: Request, top: int = 5, progress: Progress | None = None) -> 
             progress(number, len(every))
     if progress is not None:
         progress(len(every) - 1, len(every))
+    if not legal:
+        raise InputError(_no_legal_layout(request, every))
     answers, others = _walk(request, queue, top)
     rejected |= others
     answered = {_grid(candidate.layout) for candidate in answers}
@@ -172,20 +182,20 @@ def layouts(request: Request) -> Iterator[Layout]:
             if pp > spec.num_hidden_layers:
                 continue
             dp = world // tp // pp
+            orders = list(_orders(request, pp))
             for micro_batch in _micro_batches(request.global_batch, dp, pp):
-                for schedule, vpp in _schedules(spec.num_hidden_layers, pp):
-                    for layers in _layer_maps(request, pp * vpp):
-                        for shard in SHARDS if dp > 1 else SHARDS[:1]:
-                            yield Layout(
-                                tp=tp,
-                                pp=pp,
-                                vpp=vpp,
-                                dp=dp,
-                                micro_batch=micro_batch,
-                                schedule=schedule,
-                                shard=shard,
-                                layers=layers,
-                            )
+                for schedule, vpp, layers in orders:
+                    for shard in SHARDS if dp > 1 else SHARDS[:1]:
+                        yield Layout(
+                            tp=tp,
+                            pp=pp,
+                            vpp=vpp,
+                            dp=dp,
+                            micro_batch=micro_batch,
+                            schedule=schedule,
+                            shard=shard,
+                            layers=layers,
+                        )
 
 
 def _micro_batches(global_batch: int, dp: int, pp: int) -> Sequence[int]:
@@ -197,15 +207,16 @@ def _micro_batches(global_batch: int, dp: int, pp: int) -> Sequence[int]:
     return sizes or (1,)
 
 
-def _schedules(num_layers: int, pp: int) -> Iterator[tuple[Schedule, int]]:
-    if pp == 1:
-        yield "1f1b", 1
-        return
-    yield "1f1b", 1
-    yield "zero-bubble", 1
-    for vpp in range(2, MAX_VIRTUAL_STAGES + 1):
-        if num_layers % (pp * vpp) == 0:
-            yield "interleaved", vpp
+def _orders(request: Request, pp: int) -> Iterator[tuple[Schedule, int, tuple[int, ...]]]:
+    """Schedules of a pipeline, their virtual stages a rank, and their layer maps."""
+    num_layers = request.spec.num_hidden_layers
+    schedules: list[tuple[Schedule, int]] = [("1f1b", 1)]
+    if pp > 1:
+        schedules.append(("zero-bubble", 1))
+        schedules += [("interleaved", vpp) for vpp in range(2, MAX_VIRTUAL_STAGES + 1) if num_layers % (pp * vpp) == 0]
+    for schedule, vpp in schedules:
+        for layers in _layer_maps(request, pp * vpp):
+            yield schedule, vpp, layers
 
 
 def _layer_maps(request: Request, num_stages: int) -> list[tuple[int, ...]]:
@@ -241,6 +252,24 @@ def _problem(request: Request, layout: Layout) -> str | None:
         tp_across_nodes=request.tp_across_nodes,
     )
     return str(problems[0]) if problems else None
+
+
+def _no_legal_layout(request: Request, every: Sequence[Layout]) -> Problem:
+    """What to change where every layout breaks a rule."""
+    world, batch = request.cluster.world_size, request.global_batch
+    legal: set[int] = set()
+    for layout in every:
+        # Every data-parallel rank needs as many micro-batches as there are pipeline ranks.
+        least = layout.dp * layout.pp
+        nearest = max(least, batch - batch % layout.dp)
+        for other in (nearest, nearest + layout.dp):
+            if _problem(replace(request, global_batch=other), replace(layout, micro_batch=1)) is None:
+                legal.add(other)
+    if legal:
+        rule = f"no layout of {world} GPUs divides it: dp must, with a micro-batch at least for each pipeline rank"
+        return Problem("--global-batch", batch, rule, nearest_number(batch, legal))
+    first = _problem(request, every[0]) if every else "tp must divide the heads and the GPUs"
+    return Problem("--cluster", request.cluster, f"no layout of {world} GPUs is legal: {first}")
 
 
 def _grid(layout: Layout) -> Grid:

@@ -80,7 +80,9 @@ def attention_s(
         product = 2 * causal / (0.6 * machine.peak_bf16)
         forward, backward = SCORE_BYTES[kernel]
         return scores * forward / bandwidth + product, scores * backward / bandwidth + 2 * product
-    speed = _kernels(machine)[kernel]
+    kernels = _kernels(machine)
+    # cuDNN's and FlashAttention-3's need Hopper; PyTorch then runs FlashAttention-2.
+    speed = kernels.get(kernel, kernels["flash2"])
     work = batch * heads * seq / 128 / machine.sms
     share = seq / (seq + speed.half_seq) * work / (work + speed.half_work)
     # Narrow heads leave the matrix units waiting for exponentials.

@@ -91,21 +91,22 @@ def run_ranks(num_ranks: int, function: Callable[[Process], int]) -> int:
     if num_ranks == 1:
         return function(Process())
     context = mp.get_context("forkserver")
-    _start_server(context)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     ranks: dict[Connection, BaseProcess] = {}
     with tempfile.TemporaryDirectory(prefix="triweave-") as folder:
         init_method = Path(folder, "rendezvous").as_uri()
         try:
-            for number in range(num_ranks):
-                process = Process(number, num_ranks, number, num_ranks, init_method)
-                told, tell = context.Pipe(duplex=False)
-                rank = context.Process(
-                    target=_rank_main, args=(function, process, threads, tell), name=f"rank {number}", daemon=True
-                )
-                rank.start()
-                tell.close()
-                ranks[told] = rank
+            with _interrupt_put_off():
+                _start_server(context)
+                for number in range(num_ranks):
+                    process = Process(number, num_ranks, number, num_ranks, init_method)
+                    told, tell = context.Pipe(duplex=False)
+                    rank = context.Process(
+                        target=_rank_main, args=(function, process, threads, tell), name=f"rank {number}", daemon=True
+                    )
+                    rank.start()
+                    tell.close()
+                    ranks[told] = rank
             return _wait_for(ranks)
         except KeyboardInterrupt:
             return 130
@@ -139,10 +140,23 @@ def _ending_of(function: Callable[[Process], int], process: Process) -> Ending:
         return Ending(1, f"rank {process.rank} failed\n{traceback.format_exc().rstrip()}", foreseen=False)
 
 
+@contextmanager
+def _interrupt_put_off() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: a rank that was half started could not be ended."""
+    interrupts: list[int] = []
+    former = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+    if interrupts:
+        raise KeyboardInterrupt
+
+
 def _start_server(context: mp.context.ForkServerContext) -> None:
     """Start the server that imports torch once and forks the ranks; it never touches a GPU."""
     context.set_forkserver_preload(["triweave.training.loop", "triweave.verify.run"])
-    # Started first by itself: in starting it CPython (3.11 to 3.14) unblocks the signal that is to stay blocked.
+    # Started first by itself: in starting it CPython 3.11 unblocks the signal that is to stay blocked.
     resource_tracker.ensure_running()
     # Ctrl-C reaches every process of a terminal. The server and the ranks leave it to the one that started them.
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

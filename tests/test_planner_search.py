@@ -1,0 +1,197 @@
+"""The search: the same answers as pricing every layout, all of them legal and fitting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triweave.cluster import parse_cluster
+from triweave.errors import InputError
+from triweave.layout import Layout
+from triweave.model_spec import ModelSpec
+from triweave.planner.ask import make_request
+from triweave.planner.request import MAX_OOM_PROBABILITY, Request, least_time_of, price, time_of
+from triweave.planner.search import RECOMPUTE, Plan, layouts, search
+from triweave.rules import layout_problems
+
+GIB = 2**30
+
+
+def is_legal(request: Request, layout: Layout) -> bool:
+    return not layout_problems(
+        request.spec,
+        layout,
+        world_size=request.cluster.world_size,
+        seq_len=request.seq_len,
+        global_batch=request.global_batch,
+        gpus_per_node=request.cluster.gpus_per_node,
+    )
+
+
+def priced_one_by_one(request: Request) -> list[tuple[float, Layout]]:
+    """Every legal layout with the recompute that makes it fit soonest, fastest first."""
+    found = []
+    for layout in layouts(request):
+        ways = [replace(layout, recompute=recompute) for recompute in RECOMPUTE]
+        fitting = [one for one in (price(request, way) for way in ways if is_legal(request, way)) if one.fits]
+        if fitting:
+            best = min(fitting, key=lambda one: one.time.step_s)
+            found.append((best.time.step_s, best.layout))
+    return sorted(found, key=lambda item: item[0])
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    """Small models on up to eight GPUs whose memory is so small that some layouts fit and others do not."""
+    layers = draw(st.integers(1, 9))
+    heads = draw(st.sampled_from([4, 6, 8]))
+    spec = ModelSpec(
+        vocab_size=draw(st.sampled_from([32000, 128256])),
+        hidden_size=128 * heads,
+        intermediate_size=draw(st.sampled_from([1024, 3072])),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=draw(st.sampled_from([2, heads])),
+        head_dim=128,
+        tie_word_embeddings=draw(st.booleans()),
+        max_position_embeddings=8192,
+    )
+    cluster = parse_cluster(
+        draw(st.sampled_from(["1x2xh100-80gb", "2x2xa100-80gb", "1x6xh200-141gb", "2x4xh100-80gb"]))
+    )
+    request = Request("small", spec, cluster, draw(st.sampled_from([1024, 4096])), draw(st.sampled_from([8, 12, 24])))
+    plain = [price(request, layout) for layout in layouts(request) if is_legal(request, layout)]
+    if not plain:
+        return request
+    sizes = sorted(one.peak_bytes for one in plain)
+    capacity = int(sizes[int(draw(st.floats(0.0, 0.99)) * len(sizes))] * draw(st.floats(0.7, 1.2)))
+    gpu = replace(cluster.gpu, memory_bytes=cluster.gpu.memory_bytes - cluster.gpu.usable_bytes + capacity)
+    return replace(request, cluster=replace(cluster, gpu=gpu))
+
+
+@settings(max_examples=20)
+@given(requests(), st.integers(1, 6))
+def test_finds_what_pricing_everything_finds(request: Request, top: int) -> None:
+    """The answers are the fastest of the whole space, in order, each the cheapest recomputation that fits."""
+    expected = priced_one_by_one(request)
+    try:
+        plan = search(request, top)
+    except InputError:
+        assert not any(is_legal(request, layout) for layout in layouts(request))
+        return
+    assert [one.time.step_s for one in plan.candidates] == pytest.approx([step for step, _ in expected[:top]], rel=1e-9)
+    assert plan.num_considered == len(list(layouts(request)))
+    answered = {(one.layout.tp, one.layout.pp, one.layout.dp) for one in plan.candidates}
+    for reject in plan.rejected:
+        grid = (reject.layout.tp, reject.layout.pp, reject.layout.dp)
+        assert grid not in answered
+        in_order = [step for step, at in expected if (at.tp, at.pp, at.dp, at.schedule) == (*grid, "1f1b")]
+        # A grid is told to fit exactly when one of its layouts does, with the time of the fastest.
+        assert reject.reason.startswith("fits") == bool(in_order)
+        if in_order:
+            assert f"takes {in_order[0]:.2f} s" in reject.reason
+
+
+@settings(max_examples=30)
+@given(requests(), st.data())
+def test_the_bound_is_below_the_step(request: Request, data: st.DataObject) -> None:
+    """No step is shorter than the bound by which layouts are visited, and recomputing makes no bound smaller."""
+    legal = [layout for layout in layouts(request) if is_legal(request, layout)]
+    if not legal:
+        return
+    layout = data.draw(st.sampled_from(legal))
+    for recompute in RECOMPUTE:
+        sparing = replace(layout, recompute=recompute)
+        assert least_time_of(request, layout) <= least_time_of(request, sparing) <= time_of(request, sparing).step_s
+
+
+@pytest.fixture(scope="module")
+def question() -> Request:
+    return make_request("meta-llama/Llama-3-70B", "4x8xh100-80gb", 4096, 128)
+
+
+@pytest.fixture(scope="module")
+def answer(question: Request) -> Plan:
+    return search(question, 10)
+
+
+def test_answers_are_legal_and_fit(question: Request, answer: Plan) -> None:
+    """Ten answers, each another layout that no rule refuses, each below the probability of running out of memory."""
+    assert len({replace(one.layout, recompute=()) for one in answer.candidates}) == 10
+    for one in answer.candidates:
+        assert is_legal(question, one.layout)
+        assert one.fits
+        assert one.oom_probability <= MAX_OOM_PROBABILITY
+        assert one.peak_bytes <= question.capacity_bytes
+        assert price(question, one.layout) == one
+    steps = [one.time.step_s for one in answer.candidates]
+    assert steps == sorted(steps)
+
+
+def test_more_answers_begin_with_the_fewer(question: Request, answer: Plan) -> None:
+    """Asking for three answers gives the first three of ten."""
+    assert search(question, 3).candidates == answer.candidates[:3]
+
+
+def test_beats_the_layouts_of_the_books(question: Request, answer: Plan) -> None:
+    """Neither Megatron's published grid for 70B nor recomputed FSDP is faster than what the search finds."""
+
+    def step(layout: Layout) -> float:
+        return price(question, layout).time.step_s
+
+    best = answer.candidates[0].time.step_s
+    assert best < step(Layout(tp=8, pp=4, layers=(20,) * 4))
+    assert best < step(Layout(dp=32, shard="full", recompute=("layer",), layers=(80,)))
+
+
+def test_rejections_hold_both_numbers() -> None:
+    """One node is too small for 70B with its optimizer: every grid says how much it needs and how much there is."""
+    plan = search(make_request("meta-llama/Llama-3-70B", "1x8xh100-80gb", 4096, 64), 3)
+    assert plan.candidates == ()
+    assert len(plan.rejected) == 10
+    for reject in plan.rejected:
+        needed, capacity = _gib(reject.reason)
+        assert needed > 79.1 == capacity
+
+
+def test_too_many_pipeline_ranks_for_the_batch() -> None:
+    """A grid with fewer micro-batches than pipeline ranks is refused by that rule, with both numbers."""
+    plan = search(make_request("meta-llama/Llama-3-70B", "4x8xh100-80gb", 4096, 16), 1)
+    reasons = {(one.layout.tp, one.layout.pp): one.reason for one in plan.rejected}
+    assert "pp = 32 pipeline ranks need at least 32" in reasons[1, 32]
+    assert "16 micro-batches" in reasons[1, 32]
+
+
+def test_a_batch_that_no_layout_divides() -> None:
+    """It is an input error with the nearest batch that one divides."""
+    request = make_request("meta-llama/Llama-3-70B", "4x8xh100-80gb", 4096, 3)
+    with pytest.raises(InputError, match="no layout of 32 GPUs divides it") as error:
+        search(request)
+    (problem,) = error.value.problems
+    nearest = int(problem.nearest or 0)
+    assert nearest == 4
+    assert search(replace(request, global_batch=nearest)).num_considered > 0
+
+
+def test_tensor_parallel_stays_in_its_node_unless_asked(question: Request) -> None:
+    """Groups of 16 are considered only with `tp_across_nodes`."""
+    assert max(layout.tp for layout in layouts(question)) == 8
+    assert max(layout.tp for layout in layouts(replace(question, tp_across_nodes=True))) == 32
+
+
+def test_tells_how_far_it_is(question: Request) -> None:
+    """Progress grows to the end."""
+    told: list[tuple[int, int]] = []
+    search(question, 1, lambda done, total: told.append((done, total)))
+    done = [number for number, _ in told]
+    assert done == sorted(done)
+    assert told[-1][0] + 1 == told[-1][1]
+
+
+def _gib(reason: str) -> Sequence[float]:
+    words = reason.replace("GiB", "").split()
+    return [float(word) for word in words if word[0].isdigit()]
