@@ -24,8 +24,8 @@ from tiny_models import tiny_llama, tiny_tokenizer
 TIMEOUT_S = 120
 """Of one command. Far below `runtime.timeout_s`, after which a rank that waits for a lost one would give up."""
 
-END_S = 20.0
-"""In which a failing or interrupted run must be gone on a busy machine; an idle one needs two or three seconds."""
+END_S = 60.0
+"""In which a failing or interrupted run must be gone on a busy machine; an idle one needs about two seconds."""
 
 RUN_FILE = """\
 model: {path: model, dtype: float32}

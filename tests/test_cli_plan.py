@@ -225,9 +225,7 @@ def test_writes_a_run_file_that_validates(plan: Answer, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("layers", [2, 5, 8])
-def test_the_best_layout_validates(
-    plan: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
-) -> None:
+def test_the_best_layout_validates(plan: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
     """Whatever the search chooses for a model folder, its run file is accepted."""
     monkeypatch.chdir(tmp_path)
     folder = tiny_tokenizer(tiny_llama(tmp_path / "model", num_hidden_layers=layers))

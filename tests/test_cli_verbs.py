@@ -51,7 +51,6 @@ def test_help_of_a_verb_shows_an_example(tmp_path: Path, verb: str) -> None:
     done, packages = imports(verb, "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert f"Example: triweave {verb}" in done.stdout
-    assert VERBS[verb].rstrip(".") in " ".join(done.stdout.split())
     assert not packages & {"torch", "numpy", "transformers", "tokenizers", "safetensors"}
 
 

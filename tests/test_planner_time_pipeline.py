@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from triweave.errors import InputError
 from triweave.layout import Schedule
-from triweave.planner.time_pipeline import StageCost, pipeline_s
+from triweave.planner.time_pipeline import StageCost, least_pipeline_s, pipeline_s
 from triweave.schedule import build_schedule, simulate
 
 SECONDS = st.floats(0.1, 3.0)
@@ -52,6 +52,37 @@ def test_interleaved_equals_the_simulator(data: st.DataObject, pp: int, vpp: int
     transfer = data.draw(st.sampled_from([0.0, 0.01]))
     expected = simulated("interleaved", pp, vpp, pp * groups, costs, transfer)
     assert pipeline_s("interleaved", pp, vpp, pp * groups, costs, transfer) == pytest.approx(expected, rel=1e-6)
+
+
+@settings(max_examples=100)
+@given(
+    st.data(), st.sampled_from(["gpipe", "1f1b", "zero-bubble", "interleaved"]), st.integers(1, 5), st.integers(1, 6)
+)
+def test_no_order_undercuts_the_bound(data: st.DataObject, name: Schedule, pp: int, groups: int) -> None:
+    """Any stages, any messages: the simulated step is at least the bound by which the search visits layouts."""
+    if name in ("zero-bubble", "interleaved"):
+        pp += 1
+    vpp = data.draw(st.integers(2, 3)) if name == "interleaved" else 1
+    costs = data.draw(stages(pp * vpp))
+    transfer = data.draw(st.sampled_from([0.0, 0.01, 0.5]))
+    least = least_pipeline_s(name, pp, pp * groups, costs, transfer)
+    assert least <= simulated(name, pp, vpp, pp * groups, costs, transfer) * (1 + 1e-9)
+
+
+@settings(max_examples=15)
+@given(st.data(), st.integers(2, 4), st.integers(2, 3))
+def test_thousands_of_micro_batches(data: st.DataObject, pp: int, vpp: int) -> None:
+    """Interleaved over any stages, a step too long to lay out: within a thousandth of the simulator."""
+    costs = data.draw(stages(pp * vpp))
+    expected = simulated("interleaved", pp, vpp, 300 * pp, costs, 0.01)
+    assert pipeline_s("interleaved", pp, vpp, 300 * pp, costs, 0.01) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_bound_is_tight_where_stages_are_equal() -> None:
+    """1F1B and the interleaved order of equal stages without messages take exactly that long."""
+    for name, vpp in (("1f1b", 1), ("interleaved", 3)):
+        costs = [StageCost(1.0, 1.0, 1.0)] * (4 * vpp)
+        assert least_pipeline_s(name, 4, 16, costs, 0.0) == pytest.approx(pipeline_s(name, 4, vpp, 16, costs, 0.0))
 
 
 def test_1f1b_closed_form() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -68,8 +69,12 @@ def single_process(device: torch.device) -> Groups:
     return Groups(Layout(), 0, device, one, one, one, one, one)
 
 
-def make_groups(layout: Layout, spec: ModelSpec, channels: Iterable[Channel], device: torch.device) -> Groups:
+def make_groups(
+    layout: Layout, spec: ModelSpec, channels: Iterable[Channel], device: torch.device, timeout_s: float = 600.0
+) -> Groups:
     """Make every process group of the grid. All ranks call it with the same arguments.
+
+    A rank gives up waiting for the others after `timeout_s`: groups do not take the default group's limit over.
 
     Point-to-point groups are made and used once here, in one global order: made on first use, two ranks can wait
     for each other's other channel for ever (Megatron-LM issue 5240).
@@ -78,31 +83,32 @@ def make_groups(layout: Layout, spec: ModelSpec, channels: Iterable[Channel], de
         return single_process(device)
     rank = dist.get_rank()
     world = Group(tuple(range(layout.world_size)), rank, dist.group.WORLD)
-    by_axis = {axis: _make(layout.groups(axis), rank) for axis in AXES}
+    by_axis = {axis: _make(layout.groups(axis), rank, timeout_s) for axis in AXES}
     pipelines = layout.groups("pp")
     tied = alone(rank)
     if has_tied_copy(spec, layout):
         last = layout.stage_owner(layout.num_stages - 1)
-        tied = _make([(pipeline[0], pipeline[last]) for pipeline in pipelines], rank)
+        tied = _make([(pipeline[0], pipeline[last]) for pipeline in pipelines], rank, timeout_s)
     replicas = kv_replicas(spec, layout.tp)
     kv_groups = [group[i : i + replicas] for group in layout.groups("tp") for i in range(0, layout.tp, replicas)]
     links: dict[Channel, Group] = {}
     for channel in sorted(channels):
         for pipeline in pipelines:
-            pair = _make([(pipeline[channel.source], pipeline[channel.destination])], rank)
+            pair = _make([(pipeline[channel.source], pipeline[channel.destination])], rank, timeout_s)
             if pair.handle is not None:
                 links[channel] = pair
                 _use_once(pair, device)
-    return Groups(layout, rank, device, world, by_axis["tp"], by_axis["dp"], _make(kv_groups, rank), tied, links)
+    kv = _make(kv_groups, rank, timeout_s)
+    return Groups(layout, rank, device, world, by_axis["tp"], by_axis["dp"], kv, tied, links)
 
 
-def _make(groups: list[tuple[int, ...]], rank: int) -> Group:
+def _make(groups: list[tuple[int, ...]], rank: int, timeout_s: float) -> Group:
     """Make all of `groups` (every rank takes part in making each) and return the one that holds `rank`."""
     mine = alone(rank)
     for ranks in groups:
         if len(ranks) == 1:
             continue
-        handle = dist.new_group(list(ranks))
+        handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
         if rank in ranks:
             mine = Group(ranks, ranks.index(rank), handle)
     return mine

@@ -15,7 +15,7 @@ def data(
     example: int = 0,
     json: Json = False,
 ) -> int:
-    """Show what a run file's data becomes: counts, lengths, and which tokens are trained.
+    """Show what a run file's data becomes: counts, lengths, and which tokens of an example are trained.
 
     Example: triweave data run.yaml --example 3
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from triweave.cli.options import Json
+from triweave.errors import InputError, Problem
 
 
 def plan(
@@ -19,6 +20,7 @@ def plan(
     top: int = 3,
     json: Json = False,
     out: Path | None = None,
+    svg: Path | None = None,
     tp_across_nodes: bool = False,
 ) -> int:
     """Rank every legal layout of a model on a cluster: memory of each stage, step time, MFU, and why.
@@ -36,11 +38,12 @@ def plan(
         top: How many answers.
         json: Print one JSON document.
         out: Write a run file with the best layout.
+        svg: Draw the best layout: memory of each stage against the card, and the pipeline in time.
         tp_across_nodes: Consider tensor-parallel groups that leave their node.
     """
     from triweave.planner.answer import to_json, to_text
     from triweave.planner.ask import given_layout, make_request, run_file_text
-    from triweave.planner.request import price
+    from triweave.planner.request import price, timeline_of
     from triweave.planner.search import Plan, search
 
     request = make_request(model, cluster, seq, global_batch, tp_across_nodes=tp_across_nodes)
@@ -52,11 +55,23 @@ def plan(
         print(json_module.dumps(to_json(request, found)))
     else:
         print("\n".join(to_text(request, found)))
+    if svg is not None and found.candidates:
+        from triweave.planner.picture import draw_answer
+
+        best = found.candidates[0]
+        _write(svg, "--svg", draw_answer(request, best, timeline_of(request, best.layout)))
     fits = bool(found.candidates) and found.candidates[0].fits
     if out is not None and fits:
-        out.write_text(run_file_text(request, found.candidates[0].layout), encoding="utf-8")
+        _write(out, "--out", run_file_text(request, found.candidates[0].layout))
         print(f"wrote {out}; next: triweave verify {out}", file=sys.stderr)
     return 0 if fits else 1
+
+
+def _write(path: Path, option: str, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(Problem(option, path, f"cannot be written ({error.strerror})")) from None
 
 
 def _progress(done: int, total: int) -> None:

@@ -11,12 +11,13 @@ from triweave.cli.options import Json
 def predict(rows: Path, *, json: Json = False) -> int:
     """Predict runs that somebody else measured: step time, tokens per second and memory.
 
-    Each row of the CSV file is a run. The measured columns are never read to predict; where a row has them, the signed errors and their summary follow.
+    Each row of the CSV file is a run. The measured columns are never read to predict; where a row has them, the signed
+    errors and their summary follow.
 
     Example: triweave predict published_runs.csv --json
 
     Args:
-        rows: CSV file with a run a row (docs/planner-time.md lists the columns).
+        rows: CSV file with a run a row (docs/planner.md lists the columns).
         json: Print one JSON document.
     """
     from triweave.planner.predict import errors_of, predict_row, read_rows, summary

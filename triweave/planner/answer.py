@@ -9,8 +9,9 @@ from typing import Any
 from triweave.layout import Layout
 from triweave.planner.assumptions import GIB
 from triweave.planner.explain import why
-from triweave.planner.request import Candidate, Request
+from triweave.planner.request import Candidate, Request, timeline_of
 from triweave.planner.search import Plan
+from triweave.schedule.draw import draw_timeline
 
 
 def to_json(request: Request, plan: Plan) -> dict[str, Any]:
@@ -109,13 +110,17 @@ def to_text(request: Request, plan: Plan, *, width: int = 100) -> Iterator[str]:
         yield from ("   " + line for line in _figures(candidate))
         yield from ("   " + line for line in memory_bars(request, candidate, width - 3))
         yield from ("   " + line for line in why(request, candidate))
+        if number == 1 and candidate.layout.pp > 1:
+            yield ""
+            timeline = draw_timeline(timeline_of(request, candidate.layout), width - 3)
+            yield from ("   " + line for line in timeline.splitlines())
         if number > 1:
             first = plan.candidates[0].time.step_s
             yield f"   {100 * (candidate.time.step_s / first - 1):.1f} % slower than the first"
     if plan.rejected:
         yield ""
         yield "other grids:"
-        yield from (f"   {one.layout}, shard {one.layout.shard}: {one.reason}" for one in plan.rejected)
+        yield from (f"   {spell_layout(one.layout)}: {one.reason}" for one in plan.rejected)
 
 
 def _figures(candidate: Candidate) -> Iterator[str]:

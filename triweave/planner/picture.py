@@ -30,7 +30,7 @@ PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 takes what no other names."""
 
 _WIDTH, _LEFT, _RIGHT = 960, 60, 110
-_TOP, _ROW, _BAR = 74, 20, 16
+_TOP, _ROW, _BAR = 92, 20, 16
 _OUTLINE = 'stroke="#222" stroke-width=".6"'
 
 
@@ -38,26 +38,26 @@ def draw_answer(request: Request, candidate: Candidate, timeline: Timeline) -> s
     """One `<svg role="img">`: a headline, a memory bar for each pipeline rank, and the timeline below them."""
     bottom = _TOP + _ROW * len(candidate.memory)
     below = draw_svg(timeline)
-    height = bottom + 78 + _height(below)
-    title = escape(f"{request.model} on {request.cluster}: {spell_layout(candidate.layout)}")
+    height = bottom + 54 + _height(below)
+    title = escape(f"{request.model} on {request.cluster}")
+    layout = escape(spell_layout(candidate.layout))
     step = duration(candidate.time.step_s)
     verdict = "fits" if candidate.fits else "does not fit"
     reading = (
-        f"The step takes {step}, and the layout {verdict}: the fullest card uses {candidate.peak_bytes / GIB:.1f} GiB"
+        f"The step takes {step}, and the layout {verdict}: the fullest card needs {candidate.peak_bytes / GIB:.1f} GiB"
         f" of {request.capacity_bytes / GIB:.1f} GiB."
     )
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {_WIDTH} {height}" '
         'font-family="system-ui, sans-serif" font-size="11" fill="currentColor">',
-        f"<title>{title}</title>",
+        f"<title>{title}: {layout}</title>",
         f"<desc>{escape(reading)} Above, memory of each pipeline rank; below, the pipeline of one step in time.</desc>",
         f'<text x="{_LEFT}" y="18" font-size="14">{title}</text>',
-        f'<text x="{_LEFT}" y="36">{escape(reading)}</text>',
+        f'<text x="{_LEFT}" y="36">{layout}</text>',
+        f'<text x="{_LEFT}" y="54">{escape(reading)}</text>',
         *_legend(),
         *_memory(request, candidate),
-        f'<g transform="translate(0 {bottom + 70})">',
-        below.rstrip(),
-        "</g>",
+        _placed(below, bottom + 46),
         "</svg>",
         "",
     ]
@@ -85,8 +85,8 @@ def _memory(request: Request, candidate: Candidate) -> Iterator[str]:
                 width = size * scale
                 shown = f"{part} {size / GIB:.1f} GiB"
                 yield (
-                    f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="{PARTS[part][0]}" {_OUTLINE}>'
-                    f"<title>{shown}</title></rect>"
+                    f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" '
+                    f'fill="{PARTS[part][0]}" {_OUTLINE}><title>{shown}</title></rect>'
                 )
                 if len(f"{size / GIB:.1f}") * 6 + 4 <= width:
                     yield (
@@ -96,16 +96,22 @@ def _memory(request: Request, candidate: Candidate) -> Iterator[str]:
                 x += width
         yield f'<text x="{_WIDTH - _RIGHT + 8}" y="{top + 12}">{stage.used_bytes / GIB:.1f} GiB</text>'
     line, bottom = _LEFT + capacity * scale, _TOP + _ROW * len(candidate.memory)
-    yield f'<path fill="none" stroke="#d55e00" stroke-width="1.5" stroke-dasharray="5 3" d="M{line:.1f} {_TOP - 4}V{bottom + 2}"/>'
+    stroke = 'fill="none" stroke="currentColor" stroke-width="1.5" stroke-dasharray="5 3"'
+    yield f'<path {stroke} d="M{line:.1f} {_TOP - 4}V{bottom + 2}"/>'
     yield f'<text x="{line:.1f}" y="{bottom + 14}" text-anchor="middle">{capacity / GIB:.1f} GiB a card gives</text>'
 
 
 def _legend() -> Iterator[str]:
     x = float(_LEFT)
     for part, (colour, _) in PARTS.items():
-        yield f'<rect x="{x:.1f}" y="46" width="14" height="14" fill="{colour}" {_OUTLINE}/>'
-        yield f'<text x="{x + 20:.1f}" y="57">{part}</text>'
-        x += 40 + 6 * len(part)
+        yield f'<rect x="{x:.1f}" y="64" width="14" height="14" fill="{colour}" {_OUTLINE}/>'
+        yield f'<text x="{x + 20:.1f}" y="75">{part}</text>'
+        x += 42 + 6.5 * len(part)
+
+
+def _placed(svg: str, top: int) -> str:
+    """A whole picture inside another one, unscaled, from `top` on."""
+    return svg.rstrip().replace("<svg ", f'<svg y="{top}" width="{_WIDTH}" height="{_height(svg)}" ', 1)
 
 
 def _height(svg: str) -> int:

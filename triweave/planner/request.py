@@ -9,7 +9,8 @@ from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
 from triweave.planner.assumptions import OURS, Assumptions
 from triweave.planner.memory import StageMemory, each_rank_memory, predict_memory
-from triweave.planner.time_step import StepTime, least_step_s, predict_step
+from triweave.planner.time_step import StepTime, least_step_s, predict_step, step_timeline
+from triweave.schedule import Timeline
 
 MAX_OOM_PROBABILITY = 0.05
 """A layout fits when no stage is likelier than this to need more than its card has."""
@@ -100,6 +101,13 @@ def memory_if_fits(request: Request, layout: Layout) -> tuple[StageMemory, ...] 
 def time_of(request: Request, layout: Layout) -> StepTime:
     """Seconds of a step."""
     return predict_step(
+        request.spec, layout, request.cluster, seq_len=request.seq_len, global_batch=request.global_batch
+    )
+
+
+def timeline_of(request: Request, layout: Layout) -> Timeline:
+    """Every forward and backward of a step, in time."""
+    return step_timeline(
         request.spec, layout, request.cluster, seq_len=request.seq_len, global_batch=request.global_batch
     )
 

@@ -2,7 +2,7 @@
 
 An order depends on the schedule and three numbers alone, so it is laid out once as a flat list of operations, each
 with the one whose result it waits for. A step with many micro-batches repeats itself: it is priced for a few and
-continued by the slope, and only where the slope is the slowest rank's own work, below which no longer step can fall.
+continued by the slope where that is one below which no longer step can fall, else for many and continued by theirs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from triweave.layout import Schedule
 from triweave.schedule import Action, Kind, PipelineSchedule, build_schedule, simulate
 from triweave.schedule.build import one_forward_one_backward
 
+_LONG = 48
+"""Periods after which a step's slope is taken for settled whatever it is."""
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
@@ -69,6 +71,12 @@ def pipeline_s(
         second = _priced(schedule, pp, vpp, few, costs, transfer_s)
         if abs(second - first - period * slope) <= 1e-9 * second:
             return second + (micro_batches - few) * slope
+    many = _LONG * period + micro_batches % period
+    if micro_batches > 2 * many:
+        # The slope is none that is known: it is read off where the start is long forgotten.
+        first = _priced(schedule, pp, vpp, many - _LONG // 2 * period, costs, transfer_s)
+        second = _priced(schedule, pp, vpp, many, costs, transfer_s)
+        return second + (micro_batches - many) * (second - first) / (_LONG // 2 * period)
     return _priced(schedule, pp, vpp, micro_batches, costs, transfer_s)
 
 

@@ -49,7 +49,7 @@ def build_engine(resolved: ResolvedRun, device: torch.device) -> Engine:
     """Build this rank's part of the run, with its first weights in place. All ranks call it together."""
     run, spec, layout = resolved.run, resolved.spec, resolved.layout
     schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, resolved.num_micro_batches)
-    groups = make_groups(layout, spec, channels(schedule), device)
+    groups = make_groups(layout, spec, channels(schedule), device, run.runtime.timeout_s)
     kernel = choose_kernel(run.model.attention, device)
     tp = TensorParallel(groups.tp, layout.uses_sequence_parallel, WeightGradients())
     dtype = DTYPES[run.model.dtype]

@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from triweave.cluster import parse_cluster
 from triweave.config.load import load_run
 from triweave.config.schema import Run
 from triweave.config.validate import ResolvedRun, validate
 from triweave.errors import InputError, Problem
-from triweave.training.process import started_by_launcher
+from triweave.training.process import Process, started_by_launcher
 
 if TYPE_CHECKING:
     from triweave.data.cache import PreparedData
-    from triweave.training.process import Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +58,21 @@ def start(
     run = load_run(run_file, overrides)
     if launched is not None and nproc is not None:
         raise InputError(Problem("--nproc", nproc, f"a launcher has started {launched.world_size} ranks already"))
-    world_size = launched.world_size if launched else ranks_to_start(run, nproc)
+    if nproc is not None and nproc < 1:
+        raise InputError(Problem("--nproc", nproc, "must be at least 1", "1"))
     per_node = launched.local_world_size if launched else None
-    first = validate(run, world_size=world_size, gpus_per_node=per_node)
+    first = validate(run, world_size=launched.world_size if launched else nproc, gpus_per_node=per_node)
+    world_size = first.layout.world_size
+    if launched is None:
+        check_one_host(first)
     resolved = validate(adjust(run, first.layout.dp), world_size=world_size, gpus_per_node=per_node)
 
     from triweave.data.cache import prepare
+    from triweave.training.processes import choose_device, run_as_rank, run_ranks
 
+    choose_device(run.runtime, launched or Process(local_world_size=world_size))  # refuses before the work on the data
     with _progress(speaks=launched is None or launched.local_rank == 0) as progress:
         prepared = prepare(resolved.run, resolved.spec.vocab_size, progress)
-
-    from triweave.training.processes import run_as_rank, run_ranks
 
     todo = job()
     if launched is None or launched.rank == 0:
@@ -79,25 +81,17 @@ def start(
     return run_ranks(world_size, rank) if launched is None else run_as_rank(launched, rank)
 
 
-def ranks_to_start(run: Run, nproc: int | None) -> int:
-    """Ranks that this host is to start.
+def check_one_host(resolved: ResolvedRun) -> None:
+    """Refuse to start here what needs several hosts.
 
     Raises:
-        InputError: the run is for several hosts.
+        InputError: the run's cluster has more than one node.
     """
-    if nproc is not None:
-        if nproc < 1:
-            raise InputError(Problem("--nproc", nproc, "must be at least 1", "1"))
-        return nproc
-    if run.cluster is not None:
-        cluster = parse_cluster(run.cluster)
-        if cluster.num_nodes > 1:
-            command = f"torchrun --nnodes {cluster.num_nodes} --nproc-per-node {cluster.gpus_per_node} -m triweave"
-            rule = f"has {cluster.num_nodes} nodes; start each of them with {command} ..."
-            raise InputError(Problem("cluster", run.cluster, rule))
-        return cluster.world_size
-    layout = run.layout
-    return max(1, layout.tp * layout.pp * layout.cp * (layout.dp or 1))
+    cluster = resolved.cluster
+    if cluster is not None and cluster.num_nodes > 1:
+        command = f"torchrun --nnodes {cluster.num_nodes} --nproc-per-node {cluster.gpus_per_node} -m triweave"
+        rule = f"has {cluster.num_nodes} nodes; start each of them with {command} ..."
+        raise InputError(Problem("cluster", str(cluster), rule))
 
 
 @contextmanager

@@ -1,0 +1,162 @@
+"""Step time and peak memory of our own trainer on the GPUs at hand, beside what the planner said before the run.
+
+    python bench/speed.py --out speed.json          # two GPUs: Llama-3-8B and 70B-shaped layers
+    python bench/speed.py --small                   # two CPU processes, a rehearsal
+
+Random weights and tokens, bf16, nothing but the step itself: two steps to warm up, the median of four. No other
+trainer is compared here. Predictions are written to the output file before the first step is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from triweave.catalogue import find_model
+from triweave.cluster import parse_cluster
+from triweave.config.schema import DataConfig, ModelConfig, Run
+from triweave.config.validate import ResolvedRun
+from triweave.layout import Layout, even_layers
+from triweave.llama import StageInput
+from triweave.model_spec import ModelSpec
+from triweave.planner.memory import predict_memory
+from triweave.planner.time_step import predict_step
+from triweave.sharding import Unit
+from triweave.training import engine as engines
+from triweave.training.metrics import peak_memory
+from triweave.training.process import Process
+from triweave.training.processes import choose_device, process_group, run_ranks
+from triweave.training.step import Batch, train_step
+
+WARM_UP, TIMED = 2, 4
+
+LAYOUTS = {
+    "tp2": Layout(tp=2),
+    "tp2 recompute norm swiglu": Layout(tp=2, recompute=("norm", "swiglu")),
+    "pp2 1f1b": Layout(pp=2),
+    "pp2 zero-bubble": Layout(pp=2, schedule="zero-bubble"),
+    "pp2 interleaved": Layout(pp=2, vpp=2, schedule="interleaved"),
+    "dp2 full": Layout(dp=2, shard="full"),
+    "dp2 full recompute layer": Layout(dp=2, shard="full", recompute=("layer",)),
+}
+
+
+def cases(small: bool) -> dict[str, tuple[ModelSpec, int, int]]:
+    """Name of each model with its shapes, sequence and global batch."""
+    if small:
+        tiny = ModelSpec(1024, 128, 256, 4, 4, 2, 32, max_position_embeddings=8192)
+        return {"tiny": (tiny, 128, 4)}
+    eight = replace(find_model("meta-llama/Llama-3.1-8B"), max_position_embeddings=8192)
+    seventy = replace(find_model("meta-llama/Llama-3.1-70B"), num_hidden_layers=4, vocab_size=32000)
+    return {"Llama-3-8B seq 8192": (eight, 8192, 4), "70B-shaped, 4 layers, seq 4096": (seventy, 4096, 8)}
+
+
+def fill_on_device(units: Iterable[Unit], spec: ModelSpec, seed: int) -> None:
+    """Random weights made where they lie: what they are does not matter to the clock, making them on the host does."""
+    for unit in units:
+        unit.weight.normal_(0.0, spec.initializer_range)
+        unit.adopt_weights()
+
+
+def measure(jobs: list[dict[str, Any]], out: Path, process: Process) -> int:
+    """All jobs on this rank."""
+    rows = []
+    run = Run(model=ModelConfig(path=""), data=DataConfig(train=("",)))
+    device = choose_device(run.runtime, process)
+    with process_group(process, device, 300):
+        for job in jobs:
+            rows.append({**job["told"], **measure_one(job, device)})
+            if process.rank == 0:
+                print(json.dumps(rows[-1]), flush=True)
+                out.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def measure_one(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Median step and peak of one job; an out-of-memory error is an answer too."""
+    spec, layout, seq, batch = job["spec"], job["layout"], job["seq"], job["batch"]
+    run = Run(model=ModelConfig(path="", weights="random"), data=DataConfig(train=("",), seq_len=seq))
+    resolved = ResolvedRun(run, spec, layout, None, layout.micro_batches(batch), layout.world_size)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        with patch.object(engines, "draw_weights", fill_on_device):
+            engine = engines.build_engine(resolved, device)
+        generator = torch.Generator(device).manual_seed(0)
+        inputs, targets = [], []
+        positions = torch.arange(seq, device=device).unsqueeze(1)
+        for _ in range(layout.micro_batches(batch)):
+            tokens = torch.randint(0, spec.vocab_size, (seq, 1), device=device, generator=generator)
+            inputs.append(StageInput(tokens, positions))
+            targets.append(torch.roll(tokens, -1, 0))
+        work = Batch(inputs, targets, batch * seq)
+        times = []
+        for _ in range(WARM_UP + TIMED):
+            begin = time.monotonic()
+            train_step(engine, work, 1e-5, 1.0)
+            times.append(time.monotonic() - begin)
+    except torch.OutOfMemoryError:
+        return {"out_of_memory": True}
+    allocated, reserved = peak_memory(device)
+    return {
+        "step_s": sorted(times[WARM_UP:])[TIMED // 2],
+        "allocated_gib": allocated / 2**30,
+        "reserved_gib": reserved / 2**30,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("speed.json"))
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--only", default="", help="layouts whose name holds this")
+    options = parser.parse_args()
+    cluster = parse_cluster("1x2xh200-141gb")
+    jobs = []
+    for model, (spec, seq, batch) in cases(options.small).items():
+        for name, layout in LAYOUTS.items():
+            if options.only not in name:
+                continue
+            full = replace(layout, layers=even_layers(spec.num_hidden_layers, layout.num_stages))
+            stages = predict_memory(spec, full, seq_len=seq, num_micro_batches=full.micro_batches(batch))
+            told = {
+                "model": model,
+                "layout": name,
+                "tokens": seq * batch,
+                "predicted_step_s": predict_step(spec, full, cluster, seq_len=seq, global_batch=batch).step_s,
+                "predicted_allocated_gib": stages[0].peak_allocated_bytes / 2**30,
+                "flops": seq * batch * spec.flops_per_token(seq, causal=False) / 2 / 989e12,
+            }
+            jobs.append({"told": told, "spec": spec, "layout": full, "seq": seq, "batch": batch})
+    options.out.write_text(json.dumps([job["told"] for job in jobs], indent=1))
+    code = run_ranks(2, functools.partial(measure, jobs, options.out))
+    if code:
+        return code
+    print("model | layout | step s | predicted | tokens/s/GPU | full MFU | allocated GiB (rank 0) | predicted")
+    for row in json.loads(options.out.read_text()):
+        if row.get("out_of_memory"):
+            print(
+                f"{row['model']} | {row['layout']} | out of memory | predicted {row['predicted_allocated_gib']:.1f} GiB"
+            )
+            continue
+        print(
+            f"{row['model']} | {row['layout']} | {row['step_s']:.3f} | {row['predicted_step_s']:.3f}"
+            f" | {row['tokens'] / row['step_s'] / 2:,.0f} | {row['flops'] / row['step_s']:.1%}"
+            f" | {row['allocated_gib']:.2f} | {row['predicted_allocated_gib']:.2f}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
