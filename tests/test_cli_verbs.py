@@ -107,11 +107,13 @@ def test_data_for_people(source: Path, tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_reader_that_has_gone_is_no_error(tmp_path: Path) -> None:
-    """Output into a closed pipe, as by `| head`, ends without a complaint."""
-    ours, theirs = os.pipe()
-    os.close(ours)
-    command = (sys.executable, "-m", "triweave", "schema")
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), stdout=theirs, stderr=subprocess.PIPE, timeout=60)
-    os.close(theirs)
-    assert (done.returncode, done.stderr) == (0, b"")
+def test_reader_that_has_gone_is_no_error(source: Path, tmp_path: Path) -> None:
+    """Output into a closed pipe, as by `| head`, ends without a complaint, be it found in writing or at the end."""
+    folder = linked_workspace(source, tmp_path / "here")
+    for words in (["schema"], ["data", "run.yaml", "--json"]):
+        ours, theirs = os.pipe()
+        os.close(ours)
+        command = (sys.executable, "-m", "triweave", *words)
+        done = subprocess.run(command, cwd=folder, env=environment(), stdout=theirs, stderr=subprocess.PIPE, timeout=60)
+        os.close(theirs)
+        assert (done.returncode, done.stderr) == (0, b"")
