@@ -109,19 +109,28 @@ def test_fits_is_held_against_out_of_memory() -> None:
     ran, died = ROW, ROW | {"mfu": "OOM", "step_time_s": "", "peak_mem_gib": ""}
     assert errors_of(ran, answer)["fits_right"] is answer["fits"]
     assert errors_of(died, answer)["fits_right"] is not answer["fits"]
-    assert set(errors_of(died, answer)) == {"fits_right"}
+    assert set(errors_of(died, answer)) == {"fits_right", "missed_out_of_memory"}
+    assert errors_of(died, answer)["missed_out_of_memory"] is answer["fits"]
+    assert errors_of(ran, answer)["missed_out_of_memory"] is False
 
 
 def test_summary_is_signed() -> None:
     """One too slow and one too fast: no bias, and the absolute mean tells."""
-    told = summary([{"step_s": 0.1}, {"step_s": -0.3}, {"fits_right": True}, {"fits_right": False}])
+    told = summary(
+        [
+            {"step_s": 0.1},
+            {"step_s": -0.3},
+            {"fits_right": True, "missed_out_of_memory": False},
+            {"fits_right": False, "missed_out_of_memory": True},
+        ]
+    )
     assert told["step_s"] == {
         "rows": 2,
         "mean_absolute": pytest.approx(0.2),
         "mean_signed": pytest.approx(-0.1),
         "worst": -0.3,
     }
-    assert told["fits"] == {"rows": 2, "right": 0.5}
+    assert told["fits"] == {"rows": 2, "right": 0.5, "missed": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -194,6 +196,11 @@ MISTAKES = {
         "train run.yaml", ("RANK", "WORLD_SIZE", "torchrun"), env={"RANK": "0", "LOCAL_RANK": "0"}
     ),
     "rank that is none": Mistake("train run.yaml", ("RANK = 4", "below the 4"), env={**LAUNCHED, "RANK": "4"}),
+    "GPUs that are not there": Mistake(
+        "train run.yaml --runtime.device cuda",
+        ("runtime.device = cuda", "4 ranks", "has 0", "nearest: cpu"),
+        env={"CUDA_VISIBLE_DEVICES": ""},
+    ),
     "several at once": Mistake(
         "train run.yaml --layout.micro_batch 0 --data.train chats.jsonl --seed -1",
         ("layout.micro_batch = 0", "data.train = chats.jsonl", "seed = -1"),
@@ -236,16 +243,28 @@ def test_mistake_is_answered(source: Path, tmp_path: Path, mistake: Mistake) -> 
 
 
 def test_tp_across_nodes_runs_if_insisted(source: Path, tmp_path: Path) -> None:
-    """What is refused as slow is done when the run file says so."""
+    """Two ranks that a launcher, here this test, has started as two nodes: TP 2 is refused, and done if insisted."""
     folder = linked_workspace(source, tmp_path / "here")
-    grid = "--cluster 2x2xcpu --nproc 4 --layout.tp 4 --layout.pp 1 --layout.tp_across_nodes true"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    nodes = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     words = (
-        *grid.split(),
-        *("--data.validation=0", "--train.steps=1", "--optimizer.warmup_steps=0", "--checkpoint.export=false"),
+        *("train", "run.yaml", "--layout.tp=2", "--layout.pp=1", "--data.validation=0"),
+        *("--train.steps=1", "--optimizer.warmup_steps=0", "--checkpoint.export=false"),
     )
-    done = triweave("train", "run.yaml", *words, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "ranks 0-3, nodes 0-1" in done.stdout
+
+    def rank(number: int, *more: str) -> subprocess.CompletedProcess[str]:
+        return triweave(*words, *more, cwd=folder, env={**nodes, "RANK": str(number), "MASTER_PORT": port})
+
+    refused = rank(0)
+    assert refused.returncode == 2
+    assert "node of 1 GPUs" in refused.stderr
+    with ThreadPoolExecutor(2) as both:
+        first, second = both.map(lambda number: rank(number, "--layout.tp_across_nodes=true"), range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "ranks 0-1, nodes 0-1" in first.stdout
+    assert second.stdout == ""
 
 
 @pytest.mark.parametrize(

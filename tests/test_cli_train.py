@@ -199,7 +199,7 @@ def test_resume_on_another_layout(finished: Path, tmp_path: Path) -> None:
             ["--data.train=held_out.jsonl"],
             {},
             "data.train = held_out.jsonl: gives other training sequences than those of the checkpoint step-6;"
-            " nearest: the former data, or resume: never",
+            " nearest: the former data, or another output_dir",
         ),
     ],
     ids=["seed", "batch", "data"],
@@ -217,3 +217,15 @@ def test_resume_as_another_run_is_refused(
     assert done.stdout == ""
     assert done.stderr[done.stderr.index("error: ") :] == f"error: {message}\n"
     assert [path.name for path in (folder / "out").iterdir()] == ["data"]
+
+
+def test_run_does_not_write_below_later_checkpoints(finished: Path, tmp_path: Path) -> None:
+    """Starting anew in a finished run's folder would leave the old checkpoints as the newest: it is refused."""
+    folder = linked_workspace(finished, tmp_path / "again")
+    saved = folder / "out" / "checkpoints" / "step-6"
+    saved.mkdir(parents=True)
+    (saved / "progress.json").write_text((finished / "out" / "checkpoints" / "step-6" / "progress.json").read_text())
+    done = triweave("train", "run.yaml", "--resume=never", cwd=folder)
+    assert done.returncode == 2
+    assert "output_dir = out: holds step-6 of an earlier run, and this one starts from step 0" in done.stderr
+    assert [path.name for path in saved.iterdir()] == ["progress.json"]

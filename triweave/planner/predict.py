@@ -12,8 +12,8 @@ from typing import Any
 
 from triweave.errors import InputError, Problem
 from triweave.planner.memory import predict_memory
+from triweave.planner.memory_replay import fits
 from triweave.planner.published_memory import case_of
-from triweave.planner.request import MAX_OOM_PROBABILITY
 from triweave.planner.time_rows import run_of_row, step_s_of_row
 from triweave.planner.time_step import predict_step
 
@@ -127,20 +127,17 @@ def _is_whole(cell: str) -> bool:
 
 def _memory(row: Row, capacity_bytes: int | None) -> dict[str, Any]:
     case = case_of(row)
-    stages = predict_memory(
-        case.spec,
-        case.layout,
-        seq_len=case.seq_len,
-        num_micro_batches=case.num_micro_batches,
-        dtype=case.dtype,
-        assumptions=case.assumptions,
-    )
+    question: dict[str, Any] = {
+        "seq_len": case.seq_len,
+        "num_micro_batches": case.num_micro_batches,
+        "dtype": case.dtype,
+        "assumptions": case.assumptions,
+    }
+    stages = predict_memory(case.spec, case.layout, **question)
     of_metric = {"allocated": "peak_allocated_bytes", "reserved": "reserved_bytes", "used": "used_bytes"}
     peak = max(getattr(stage, of_metric[case.metric]) for stage in stages) / case.unit
-    fits = None
-    if capacity_bytes:
-        fits = max(stage.out_of_memory_probability(capacity_bytes) for stage in stages) <= MAX_OOM_PROBABILITY
-    return {"peak_gib": peak, "peak_is": case.metric, "fits": fits}
+    fit = fits(case.spec, case.layout, capacity_bytes=capacity_bytes, **question) if capacity_bytes else None
+    return {"peak_gib": peak, "peak_is": case.metric, "fits": fit}
 
 
 def errors_of(row: Row, answer: Mapping[str, Any]) -> dict[str, float | bool]:
@@ -158,6 +155,7 @@ def errors_of(row: Row, answer: Mapping[str, Any]) -> dict[str, float | bool]:
         errors["peak_gib"] = answer["peak_gib"] / float(row["peak_mem_gib"]) - 1
     if answer["fits"] is not None and (ran_out or measured_step):
         errors["fits_right"] = answer["fits"] != ran_out
+        errors["missed_out_of_memory"] = answer["fits"] and ran_out
     return errors
 
 
@@ -169,7 +167,7 @@ def _is_positive(cell: str) -> bool:
 
 
 def summary(errors: Sequence[Mapping[str, float | bool]]) -> dict[str, Any]:
-    """Mean absolute, mean signed and worst error of each quantity, and how often `fits` was right."""
+    """Mean absolute, mean signed and worst error of each quantity; how often `fits` was right, or missed a death."""
     told: dict[str, Any] = {}
     for name in ("step_s", "tokens_per_s_per_gpu", "peak_gib"):
         values = [float(one[name]) for one in errors if name in one]
@@ -182,5 +180,6 @@ def summary(errors: Sequence[Mapping[str, float | bool]]) -> dict[str, Any]:
             }
     right = [bool(one["fits_right"]) for one in errors if "fits_right" in one]
     if right:
-        told["fits"] = {"rows": len(right), "right": sum(right) / len(right)}
+        missed = sum(bool(one["missed_out_of_memory"]) for one in errors if "fits_right" in one)
+        told["fits"] = {"rows": len(right), "right": sum(right) / len(right), "missed": missed / len(right)}
     return told

@@ -217,11 +217,18 @@ def check_resume(resolved: ResolvedRun, prepared: PreparedData) -> None:
     """Check the checkpoint that the run goes on from, if it does; one process does this before the ranks meet.
 
     Raises:
-        InputError: it is none, or not one of this run.
+        InputError: it is none, or not one of this run, or the run would write below checkpoints that go further.
     """
-    source = checkpoint_to_resume(resolved.run)
+    run = resolved.run
+    source = checkpoint_to_resume(run)
     if source is not None:
         check_resumable(source, resolved, prepared)
+    kept = checkpoints(Path(run.output_dir) / "checkpoints")
+    begin = 0 if source is None else read_progress(source).step
+    if kept and read_progress(kept[-1]).step > begin:
+        # They would be taken for the newest of this run: kept in place of its own, and resumed from.
+        rule = f"holds {kept[-1].name} of an earlier run, and this one starts from step {begin}"
+        raise InputError(Problem("output_dir", run.output_dir, rule, "another folder, or resume: auto"))
 
 
 def check_resumable(source: Path, resolved: ResolvedRun, prepared: PreparedData) -> None:
@@ -243,6 +250,8 @@ def check_resumable(source: Path, resolved: ResolvedRun, prepared: PreparedData)
     # Another seed holds out other examples: then the data differ, and not by a mistake of their own.
     if prepared.summary.fingerprint != progress.data and run.seed == progress.seed:
         rule = f"gives other training sequences than those of the checkpoint {source}"
-        problems.append(Problem("data.train", ", ".join(run.data.train), rule, "the former data, or resume: never"))
+        problems.append(
+            Problem("data.train", ", ".join(run.data.train), rule, "the former data, or another output_dir")
+        )
     if problems:
         raise InputError(problems)

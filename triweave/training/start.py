@@ -67,12 +67,18 @@ def start(
         check_one_host(first)
     resolved = validate(adjust(run, first.layout.dp), world_size=world_size, gpus_per_node=per_node)
 
-    from triweave.data.cache import prepare
-    from triweave.training.processes import choose_device, run_as_rank, run_ranks
+    if run.runtime.device == "cuda":
+        # The one thing that only torch can tell; asked before the work on the data.
+        from triweave.training.processes import choose_device
 
-    choose_device(run.runtime, launched or Process(local_world_size=world_size))  # refuses before the work on the data
+        choose_device(run.runtime, launched or Process(local_world_size=world_size))
+
+    from triweave.data.cache import prepare
+
     with _progress(speaks=launched is None or launched.local_rank == 0) as progress:
         prepared = prepare(resolved.run, resolved.spec.vocab_size, progress)
+
+    from triweave.training.processes import run_as_rank, run_ranks
 
     todo = job()
     if launched is None or launched.rank == 0:
