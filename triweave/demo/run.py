@@ -29,6 +29,8 @@ from triweave.training.start import Job, start
 
 MODEL = "SmolLM2-135M-Instruct (Apache-2.0), from 4-bit weights"
 ANSWER_TOKENS = 48
+QUESTION = "What is energy performance under BBR?"
+"""One of the held-out questions. BBR are Sweden's building rules: before, the model takes it for a power plant."""
 
 
 def demo_run(model: Path, train_file: Path, validation_file: Path, output: Path) -> Run:
@@ -38,8 +40,8 @@ def demo_run(model: Path, train_file: Path, validation_file: Path, output: Path)
         cluster="1x6xcpu",
         layout=LayoutConfig(tp=3, pp=2),
         data=DataConfig(train=(str(train_file),), validation=str(validation_file), seq_len=192),
-        optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=2),
-        train=TrainConfig(global_batch=4, steps=12),
+        optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=2),
+        train=TrainConfig(global_batch=4, steps=18),
         checkpoint=CheckpointConfig(keep=1),
         runtime=RuntimeConfig(device="cpu"),
         output_dir=str(output),
@@ -110,9 +112,9 @@ def validation_losses(output: Path) -> list[float]:
 
 
 def _held_out_question(validation_file: Path) -> tuple[str, str]:
-    first = json.loads(validation_file.read_text(encoding="utf-8").splitlines()[0])
-    user, assistant = first["messages"][:2]
-    return user["content"], assistant["content"]
+    """The question that is asked before and after, and the answer that was written to it."""
+    pairs = [json.loads(line)["messages"] for line in validation_file.read_text(encoding="utf-8").splitlines()]
+    return next((user["content"], assistant["content"]) for user, assistant in pairs if user["content"] == QUESTION)
 
 
 def _say(step: str, what: str) -> None:
