@@ -184,13 +184,18 @@ WIDE = {"hidden_size": 32, "intermediate_size": 768}
     ids=["mlp", "mlp-tp2", "swiglu", "mlp-again", "layer-again", "loss", "loss-tp2"],
 )
 def test_what_a_micro_batch_peaks_at(ranks: Ranks, tmp_path: Path, layout: Layout, model: dict[str, Any]) -> None:
-    """The peaks of forward and backward are the planner's within 2 %: what differs are single numbers a token."""
+    """The peaks of forward and backward are the planner's within 2 %: what differs are single numbers a token.
+
+    gloo's own thread may hold the buffers of a collective that is done a moment longer: what it sent and what it
+    gathered, once. Whether that falls into the peak is a matter of timing, so a peak may be higher by that much.
+    """
     folder = tiny_config(tmp_path, **model)
     layout = with_layers(layout)
     samples = make_samples(MICRO_BATCHES, 1, SEQ, VOCAB, packed=False)
     for peaks in ranks.run(layout.world_size, peak_one, folder, layout, samples):
         for real, planned in peaks.values():
-            assert planned == pytest.approx(real, rel=0.02)
+            held = SEQ * WIDE["hidden_size"] * 4 * (1 + 1 / layout.tp) if layout.tp > 1 and model == WIDE else 0
+            assert 0.98 * real - held <= planned <= 1.02 * real
 
 
 def states_on_rank(
