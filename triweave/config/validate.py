@@ -49,7 +49,7 @@ def validate(run: Run, *, world_size: int | None = None, gpus_per_node: int | No
     problems += file_problems(run)
 
     ranks = world_size if world_size is not None else cluster.world_size if cluster else None
-    layout = _layout(run.layout, ranks)
+    layout = layout_of(run.layout, ranks)
     if run.layout.cp > 1:
         rule = "context parallel can be planned and not yet trained: this version trains with cp 1 only"
         problems.append(Problem("layout.cp", run.layout.cp, rule, "1"))
@@ -64,7 +64,7 @@ def validate(run: Run, *, world_size: int | None = None, gpus_per_node: int | No
     if not sizes:
         problems += grid_problems(layout, world_size=ranks, global_batch=global_batch)
         if spec is not None:
-            layout = replace(layout, layers=_layers(run.layout.layers, spec, layout, seq_len))
+            layout = replace(layout, layers=layers_of(run.layout.layers, spec, layout, seq_len))
             # With a number of ranks that is not the grid's, nobody knows where its nodes end.
             across = run.layout.tp_across_nodes or ranks not in (None, layout.world_size)
             problems += model_problems(spec, layout, seq_len=seq_len, gpus_per_node=per_node, tp_across_nodes=across)
@@ -107,7 +107,7 @@ def _spec(run: Run, problems: list[Problem]) -> ModelSpec | None:
     return spec
 
 
-def _layout(config: LayoutConfig, world_size: int | None) -> Layout:
+def layout_of(config: LayoutConfig, world_size: int | None) -> Layout:
     """The grid with `dp` settled and `layers` still open."""
     model_ranks = config.tp * config.pp * config.cp
     dp = config.dp
@@ -128,9 +128,11 @@ def _layout(config: LayoutConfig, world_size: int | None) -> Layout:
     )
 
 
-def _layers(wanted: str | tuple[int, ...], spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[int, ...]:
+def layers_of(wanted: str | tuple[int, ...], spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[int, ...]:
+    """The layers of every virtual stage that `layout.layers` of a run file asks for."""
+    stages = max(1, layout.num_stages)  # a size below 1 is another rule's to refuse
     if isinstance(wanted, tuple):
         return wanted
     if wanted == "balanced":
-        return balanced_layers(spec, layout.num_stages, seq_len)
-    return even_layers(spec.num_hidden_layers, layout.num_stages)
+        return balanced_layers(spec, stages, seq_len)
+    return even_layers(spec.num_hidden_layers, stages)

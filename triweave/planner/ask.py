@@ -11,8 +11,9 @@ from triweave.cluster import Cluster, parse_cluster
 from triweave.config.document import commented_yaml
 from triweave.config.load import load_words
 from triweave.config.schema import DataConfig, LayoutConfig, ModelConfig, Run, TrainConfig
+from triweave.config.validate import layers_of, layout_of
 from triweave.errors import InputError, Problem
-from triweave.layout import Layout, balanced_layers, even_layers
+from triweave.layout import Layout, even_layers
 from triweave.model_spec import ModelSpec, spec_from_folder
 from triweave.planner.request import Request
 from triweave.rules import layout_problems
@@ -61,26 +62,8 @@ def given_layout(request: Request, words: str) -> Layout:
     if not parts:
         raise InputError(Problem("--layout", words, "names no key of a layout", "tp=8,pp=4"))
     config = load_words(LayoutConfig, parts, "--layout")
-    ranks = config.tp * config.pp * config.cp
-    dp = config.dp if config.dp is not None else max(1, request.cluster.world_size // max(1, ranks))
-    layout = Layout(
-        tp=config.tp,
-        pp=config.pp,
-        vpp=config.vpp,
-        cp=config.cp,
-        dp=dp,
-        micro_batch=config.micro_batch,
-        sequence_parallel=config.sequence_parallel,
-        schedule=config.schedule,
-        shard=config.shard,
-        recompute=config.recompute,
-    )
-    layers = config.layers
-    if layers == "balanced":
-        layers = balanced_layers(request.spec, max(1, layout.num_stages), request.seq_len)
-    elif layers == "even":
-        layers = even_layers(request.spec.num_hidden_layers, max(1, layout.num_stages))
-    layout = replace(layout, layers=layers)
+    layout = layout_of(config, request.cluster.world_size)
+    layout = replace(layout, layers=layers_of(config.layers, request.spec, layout, request.seq_len))
     problems = layout_problems(
         request.spec,
         layout,
