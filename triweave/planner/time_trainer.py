@@ -1,0 +1,178 @@
+"""What this package's trainer runs, kernel by kernel, and what it overlaps: the stack `TRIWEAVE`.
+
+Counted from `layers`, `gradients`, `sharding` and `training.optimizer`. Weight gradients are added to their float32
+sums by the product itself; the rate of such products (`time_matmul.OPERAND_RATE`) has that in it. Two sets of kernels are described, plain
+PyTorch operations and fused ones; `TRIWEAVE` is the set, and the overlaps, that the trainer has now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triweave.planner.time_operations import Kernel, Operation, moved
+from triweave.planner.time_stack import Copies, Host, Stack
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The memory-bound operations of a model; bytes are per element of what each one is named for."""
+
+    norm: Operation
+    """Per hidden element, each of a layer's two norms and the last one."""
+    residual: Operation
+    """Per hidden element, each of a layer's two additions."""
+    rotary: Operation
+    """Per element of queries and keys."""
+    heads: Operation
+    """Per element of queries, keys and values: copies around attention."""
+    swiglu: Operation
+    """Per element of the inner width (gate, up and their product have one each)."""
+    loss: Operation
+    """Per logit."""
+    host: Host
+    """Seconds to launch a layer's kernels."""
+
+
+_NORM = Operation(
+    (Kernel("rms_norm", 2, 2),),
+    (
+        # The output is thrown away: only its graph is needed to call the fused backward.
+        Kernel("rms_norm again", 2, 2),
+        Kernel("input gradient", 4, 2),
+        Kernel("weight gradient", 4, 0),
+    ),
+)
+_ADD = Kernel("add", 4, 2)
+_HEADS = Operation(
+    # Values are a sixth to a third of queries, keys and values.
+    (Kernel("copy the values", 1, 1),),
+    (Kernel("gradients of queries, keys, values side by side", 2, 2),),
+)
+
+EAGER = Kernels(
+    norm=_NORM,
+    residual=Operation((_ADD,), (_ADD,)),
+    rotary=Operation(
+        (
+            Kernel("x cos", 2, 2, strided=True),
+            Kernel("negate the second half", 1, 1, strided=True),
+            Kernel("halves side by side", 2, 2),
+            Kernel("times sin", 2, 2, strided=True),
+            _ADD,
+        ),
+        (
+            Kernel("dy cos", 2, 2, strided=True),
+            Kernel("dy sin", 2, 2, strided=True),
+            Kernel("negate the first half", 1, 1, strided=True),
+            Kernel("halves side by side", 2, 2),
+            _ADD,
+        ),
+    ),
+    heads=_HEADS,
+    swiglu=Operation(
+        (Kernel("silu(gate)", 2, 2, strided=True), Kernel("times up", 4, 2, strided=True)),
+        (
+            Kernel("sigmoid(gate)", 2, 2, strided=True),
+            Kernel("dy up", 4, 2, strided=True),
+            Kernel("times sigmoid", 4, 2),
+            Kernel("1 - sigmoid", 2, 2),
+            Kernel("times gate", 4, 2, strided=True),
+            Kernel("plus 1", 2, 2),
+            Kernel("product: gate's gradient", 4, 2),
+            Kernel("dy gate", 4, 2, strided=True),
+            Kernel("times sigmoid", 4, 2),
+            Kernel("gradients side by side", 4, 4),
+        ),
+    ),
+    loss=Operation(
+        (
+            Kernel("to float32", 2, 4),
+            Kernel("maximum", 4, 0),
+            Kernel("less the maximum", 4, 4),
+            Kernel("exponential", 4, 4),
+            Kernel("sum", 4, 0),
+            Kernel("over the sum", 4, 4),
+            Kernel("to bf16", 4, 2),
+        ),
+        (Kernel("times the loss's gradient", 2, 2),),
+    ),
+    host=Host(0.25e-3, 0.5e-3, 30e-6),
+)
+"""Plain PyTorch operations; a norm and attention are single kernels."""
+
+FUSED = Kernels(
+    # The residual is added by the norm that follows it: it is counted where the sum is kept.
+    norm=Operation((Kernel("norm", 2, 2),), (Kernel("norm backward", 4, 2),)),
+    residual=Operation((Kernel("added in the norm", 2, 2),), (Kernel("added in the norm backward", 2, 0),)),
+    rotary=Operation((Kernel("rotate in place", 2, 2),), (Kernel("rotate back in place", 2, 2),)),
+    heads=_HEADS,
+    swiglu=Operation((Kernel("swiglu", 4, 2),), (Kernel("swiglu backward", 6, 4),)),
+    loss=Operation(
+        (Kernel("maximum and sum", 2, 0), Kernel("gradient in place", 2, 2)),
+        (Kernel("times the loss's gradient", 2, 2),),
+    ),
+    host=Host(0.15e-3, 0.3e-3, 30e-6),
+)
+"""One kernel an operation; the loss writes its gradient over the logits in bf16."""
+
+LOOKUP = Operation(
+    (Kernel("rows of the table", 2, 2),),
+    (Kernel("to float32", 2, 4), Kernel("mask", 4, 4), Kernel("add to the rows", 8, 4)),
+)
+"""Embedding, per hidden element."""
+
+OPTIMIZER = (
+    Kernel("square", 4, 4),
+    Kernel("sum of squares", 4, 0),
+    Kernel("clip", 4, 4),
+    Kernel("AdamW: gradient, master, two moments", 16, 12),
+    Kernel("publish in bf16", 4, 2),
+)
+"""Per parameter of a rank's shard, once a step."""
+
+GATHER = Copies(shard=moved((Kernel("master to bf16", 4, 2),)))
+SCATTER = Copies(whole=moved((Kernel("zeros", 0, 4),)), shard=moved((Kernel("add to the shard", 8, 4),)))
+"""Sharded weights and gradients, per parameter and micro-batch, beside the collective itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Which communication runs beside computation."""
+
+    tensor_parallel: float = 0.0
+    """Share of a sequence-parallel gather or scatter that its own product hides: with products cut into n chunks and
+    copied by engines beside the processors, 1 - 1/n. The gather of backward and the reduction beside a weight gradient
+    overlap in any case."""
+    pipeline: bool = True
+    """Messages between stages travel while the stage computes."""
+    data_parallel: float = 0.0
+    """Share of gradient reductions and weight gathers that may hide where there is room."""
+
+
+def trainer_stack(name: str, kernels: Kernels, overlap: Overlap) -> Stack:
+    """The trainer with one set of kernels and one set of overlaps."""
+    return Stack(
+        name,
+        norm=kernels.norm.bytes,
+        residual=kernels.residual.bytes,
+        rotary=kernels.rotary.bytes,
+        heads=kernels.heads.bytes,
+        activation=kernels.swiglu.bytes,
+        loss=kernels.loss.bytes,
+        lookup=LOOKUP.bytes,
+        host=kernels.host,
+        optimizer=moved(OPTIMIZER),
+        gather_copies=GATHER,
+        scatter_copies=SCATTER,
+        pipelined=1.0 - overlap.tensor_parallel,
+        overlap_pp=overlap.pipeline,
+        overlap_dp=overlap.data_parallel,
+        links=0.7,
+    )
+
+
+TRIWEAVE = trainer_stack("triweave", EAGER, Overlap())
+"""The trainer as it is."""
+
+TRIWEAVE_FUSED = trainer_stack("triweave fused", FUSED, Overlap(tensor_parallel=0.75, pipeline=True, data_parallel=1.0))
+"""The same with fused kernels and every axis overlapped, tensor parallel in four chunks."""
