@@ -163,7 +163,7 @@ def tables(cases: Sequence[Case], left_out: Counter[tuple[str, str]]) -> tuple[s
         "### One layout, measured twice\n",
         markdown(["source", "model", "run", "measured", "apart"], repeated(cases)),
         "### FLOP conventions of the rows that print FLOP/s or MFU\n",
-        markdown(["source", "convention", "rows", "furthest from it"], flop_conventions(cases)),
+        markdown(["source", "rows", "convention", "half within", "rows that differ"], flop_conventions(cases)),
         "### The largest misses (vTrain's single-node rows aside)\n",
         markdown(["error", "source", "model", "run", "layout", "measured"], misses(cases, 30)),
         "### Rows that are not priced\n",

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from time_cases import Case, kendall, picked, predict
 from time_groups import group_of
 
-from triweave.planner.time_rows import Row
 from triweave.planner.time_shapes import Decoder
 
 DRAWS = 400
@@ -129,33 +128,18 @@ def conventions(decoder: Decoder, seq: int) -> Mapping[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class Printed:
-    """FLOPs of a token that a row's FLOP/s or MFU imply, and the nearest convention."""
-
-    convention: str
-    off: float
-
-
-def printed(case: Case) -> Printed | None:
-    """How a row counts FLOPs; None where it prints none."""
+def implied(case: Case) -> float | None:
+    """FLOPs of a token that a row's FLOP/s or MFU imply; None where it prints neither."""
     row = case.row
-    rate = _printed_rate(row)
-    if rate is None:
-        return None
-    implied = rate * case.run.layout.world_size * case.measured / (case.run.global_batch * case.run.seq_len)
-    known = conventions(case.run.decoder, case.run.seq_len)
-    name = min(known, key=lambda key: abs(math.log(implied / known[key])))
-    return Printed(name, implied / known[name] - 1)
-
-
-def _printed_rate(row: Row) -> float | None:
-    if row["tflops_per_gpu"]:
-        return float(row["tflops_per_gpu"]) * 1e12
     peak = next((rate for gpu, rate in PEAKS.items() if row["gpu_type"].lower().startswith(gpu)), None)
-    if not row["mfu"] or peak is None or "fp8" in row["precision"]:
+    if row["tflops_per_gpu"]:
+        rate = float(row["tflops_per_gpu"]) * 1e12
+    elif row["mfu"] and peak is not None and "fp8" not in row["precision"]:
+        share = float(row["mfu"])
+        rate = (share if share < 1 else share / 100) * peak
+    else:
         return None
-    return float(row["mfu"]) * peak
+    return rate * case.run.layout.world_size * case.measured / (case.run.global_batch * case.run.seq_len)
 
 
 WITHIN = 0.015
@@ -163,14 +147,32 @@ WITHIN = 0.015
 
 
 def flop_conventions(cases: Sequence[Case]) -> list[list[str]]:
-    """Which convention each source's FLOP/s follow, and how many rows follow none."""
-    groups: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    """The convention that most rows of a source follow, and the rows that do not: their step or their FLOP/s is off."""
+    groups: defaultdict[str, list[tuple[float, Case]]] = defaultdict(list)
     for case in cases:
-        found = printed(case)
-        if found is not None:
-            name = found.convention if abs(found.off) <= WITHIN else "none"
-            groups[group_of(case.row), name].append(found.off)
-    return [
-        [source, name, str(len(offs)), f"{100 * max(offs, key=abs):+.1f} %"]
-        for (source, name), offs in sorted(groups.items())
-    ]
+        flops = implied(case)
+        if flops is not None:
+            source = re.split(r" (?:seq|[ABGH]\d+|GB\d+) ", group_of(case.row))[0]
+            repeats_layers = "layer" in case.run.layout.recompute
+            groups[f"{source}, layers recomputed" if repeats_layers else source].append((flops, case))
+    table = []
+    for source, members in sorted(groups.items()):
+        known = [(flops, conventions(case.run.decoder, case.run.seq_len), case) for flops, case in members]
+
+        def off(name: str, known: list[tuple[float, Mapping[str, float], Case]] = known) -> float:
+            return statistics.median(abs(flops / counts[name] - 1) for flops, counts, _ in known)
+
+        name = min(known[0][1], key=off)
+        others = sorted(
+            ((flops / counts[name] - 1, case) for flops, counts, case in known), key=lambda pair: -abs(pair[0])
+        )
+        others = [(error, case) for error, case in others if abs(error) > WITHIN]
+        told = "; ".join(f"{error * 100:+.1f} % {_named(case)}" for error, case in others) or "none"
+        table.append([source, str(len(members)), name, f"{100 * off(name):.1f} %", told])
+    return table
+
+
+def _named(case: Case) -> str:
+    row = case.row
+    gpus = f"{row['gpus']}x{row['gpu_type'].split('-')[0]}"
+    return f"{row['model']} {gpus} s{row['seq']} tp{row['tp']} pp{row['pp']} mbs{row['mbs']}"

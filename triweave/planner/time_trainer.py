@@ -1,8 +1,9 @@
 """What this package's trainer runs, kernel by kernel, and what it overlaps: the stack `TRIWEAVE`.
 
 Counted from `layers`, `gradients`, `sharding` and `training.optimizer`. Weight gradients are added to their float32
-sums by the product itself; the rate of such products (`time_matmul.OPERAND_RATE`) has that in it. Two sets of kernels are described, plain
-PyTorch operations and fused ones; `TRIWEAVE` is the set, and the overlaps, that the trainer has now.
+sums by the product itself; the rate of such products (`time_matmul.OPERAND_RATE`) has that in it. Two sets of kernels
+are described, plain PyTorch operations and fused ones; `TRIWEAVE` is the set, and the overlaps, that the trainer has
+now.
 """
 
 from __future__ import annotations
@@ -171,8 +172,11 @@ def trainer_stack(name: str, kernels: Kernels, overlap: Overlap) -> Stack:
     )
 
 
-TRIWEAVE = trainer_stack("triweave", EAGER, Overlap())
-"""The trainer as it is."""
+TRIWEAVE_EAGER = trainer_stack("triweave eager", EAGER, Overlap())
+"""Plain kernels, communication exposed: what the runs of `bench/results/2026-11-30-speed-2xh200.md` were."""
 
-TRIWEAVE_FUSED = trainer_stack("triweave fused", FUSED, Overlap(tensor_parallel=0.75, pipeline=True, data_parallel=1.0))
-"""The same with fused kernels and every axis overlapped, tensor parallel in four chunks."""
+TRIWEAVE_FUSED = trainer_stack("triweave fused", FUSED, Overlap(tensor_parallel=0.75, data_parallel=1.0))
+"""Fused kernels and every axis overlapped, tensor-parallel products in four chunks."""
+
+TRIWEAVE = TRIWEAVE_EAGER
+"""The trainer as it is; the stack that `predict_step` takes by default."""
