@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,11 +12,15 @@ from statistics import mean
 
 from time_cases import Case, predict_run, score, variant
 
+from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
-from triweave.layout import even_layers
-from triweave.planner.machine import Machine
+from triweave.layout import Layout, even_layers
+from triweave.planner.machine import Machine, machine
+from triweave.planner.time_listing import layer_operations
+from triweave.planner.time_parts import place_of
+from triweave.planner.time_shapes import decoder_of
 from triweave.planner.time_step import predict_step
-from triweave.planner.time_trainer import TRIWEAVE_EAGER, TRIWEAVE_FUSED
+from triweave.planner.time_trainer import EAGER, FUSED, TRIWEAVE_EAGER, TRIWEAVE_FUSED
 
 
 @dataclass(frozen=True)
@@ -118,4 +123,22 @@ def own_runs(results: Path) -> list[list[str]]:
     table.append(
         ["mean of sizes", "", "", f"{100 * mean(map(abs, before)):.1f} %", f"{100 * mean(map(abs, now)):.1f} %", "", ""]
     )
+    return table
+
+
+def one_layer() -> list[list[str]]:
+    """A layer of Llama-3-8B, 8,192 tokens on one H200, operation by operation, eager and fused."""
+    decoder, layout = decoder_of(find_model("meta-llama/Llama-3.1-8B")), Layout()
+    table = []
+    for title, stack, kernels in (("eager", TRIWEAVE_EAGER, EAGER), ("fused", TRIWEAVE_FUSED, FUSED)):
+        place = place_of(decoder, layout, machine("h200-141gb"), stack, seq_len=8192, gpus_per_node=1, precision="bf16")
+        groups: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+        for one in layer_operations(place, kernels):
+            name = "matrix products" if one.flops and one.name != "attention" else one.name.split(":")[0]
+            sums = groups[name]
+            sums[0] += one.flops / 1e12
+            sums[1] += one.bytes / 1e9
+            sums[2 if one.direction == "forward" else 3] += 1e3 * one.seconds
+        groups["all"] = [sum(column) for column in zip(*groups.values(), strict=True)]
+        table += [[title, name, *(f"{value:.2f}" for value in sums)] for name, sums in groups.items()]
     return table

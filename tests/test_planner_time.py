@@ -16,12 +16,15 @@ from triweave.layout import Layout, Recompute, Shard, even_layers
 from triweave.model_spec import ModelSpec
 from triweave.planner.machine import MACHINES
 from triweave.planner.time_layer import layer_work
+from triweave.planner.time_listing import layer_operations
 from triweave.planner.time_operations import Kernel, moved
 from triweave.planner.time_parts import add, place_of
 from triweave.planner.time_shapes import Decoder, decoder_of
 from triweave.planner.time_stack import COMPILED, Bytes, Rerun, Stack
 from triweave.planner.time_step import StepTime, predict_step
-from triweave.planner.time_trainer import TRIWEAVE_EAGER, TRIWEAVE_FUSED
+from triweave.planner.time_trainer import EAGER as EAGER_KERNELS
+from triweave.planner.time_trainer import FUSED as FUSED_KERNELS
+from triweave.planner.time_trainer import TRIWEAVE_EAGER, TRIWEAVE_FUSED, Kernels
 
 LLAMA_8B = Decoder(32, 4096, 14336, 32, 8, 128, 128256)
 LLAMA_70B = Decoder(80, 8192, 28672, 64, 8, 128, 128256)
@@ -119,6 +122,20 @@ def test_our_own_steps() -> None:
     assert abs(statistics.mean(errors)) <= 0.01
     assert statistics.mean(map(abs, errors)) <= 0.035
     assert max(map(abs, errors)) <= 0.06
+
+
+@pytest.mark.parametrize(("stack", "kernels"), [(TRIWEAVE_EAGER, EAGER_KERNELS), (TRIWEAVE_FUSED, FUSED_KERNELS)])
+def test_a_layer_is_the_sum_of_its_operations(stack: Stack, kernels: Kernels) -> None:
+    """The listed operations take what the step is charged for, and their FLOPs are the model's, causal."""
+    layout = Layout(tp=2, sequence_parallel=True)
+    place = place_of(LLAMA_8B, layout, H200, stack, seq_len=8192, gpus_per_node=8, precision="bf16")
+    work, listed = layer_work(place), layer_operations(place, kernels)
+    parts = add(work.forward, work.backward_input, work.backward_weight)
+    assert sum(one.seconds for one in listed) == pytest.approx(parts.matmul + parts.attention + parts.memory)
+    # The attention kernel computes the scores again in backward: 3.5 forwards instead of 3.
+    tokens, attention = 8192, 2 * 32 * 128 * 8192
+    expected = tokens * (6 * LLAMA_8B.layer_parameters + 3.5 * attention) / 2
+    assert sum(one.flops for one in listed) == pytest.approx(expected)
 
 
 def test_fusing_and_overlapping_only_shorten() -> None:
