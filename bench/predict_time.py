@@ -164,6 +164,7 @@ def tables(cases: Sequence[Case], left_out: Counter[tuple[str, str]]) -> tuple[s
         "Llama-3-8B, 8,192 tokens, one H200, nothing recomputed, nothing communicated.\n",
         markdown(["kernels", "operation", "TFLOP", "GB moved", "forward ms", "backward ms"], one_layer()),
         "### Every source, with the constants that ship\n",
+        summary("All priced rows", [(case, predict(case)) for case in cases])[0] + "\n",
         markdown(SOURCE_HEADER, by_source(cases)),
         "### Order and pick on the Llama sweeps, and what noise allows\n",
         f"One measurement has a standard deviation of {100 * noise(repeats(cases)):.2f} %, from the pairs below.\n",

@@ -145,7 +145,7 @@ def test_unknown_gpu_is_named_with_the_nearest() -> None:
     assert caught.value.problems[0].nearest == "h100-80gb"
 
 
-@pytest.mark.parametrize("name", MACHINES.keys() & CATALOGUE.keys())
+@pytest.mark.parametrize("name", sorted(MACHINES.keys() & CATALOGUE.keys()))
 def test_datasheet_figures_stand_in_one_place(name: str) -> None:
     """Peaks, processors and ports of a machine are the catalogue's; nothing measured exceeds them."""
     gpu, known = CATALOGUE[name], machine(name)
