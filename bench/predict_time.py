@@ -4,265 +4,31 @@
 
 Folds: the two numbers of a stack (its efficiency, the share of the links it reaches) fitted on one group of
 measurements and tried on groups that had no part in it, beside a baseline with one fitted efficiency constant.
-Sources: every row with the constants that ship. Then the largest misses, and the rows that cannot be priced with the
-reason. Writes bench/results/predict_time.md and .json; with --docs the tables are put into the page as well.
+Unseen GPUs: every row of a GPU priced without a number that came from it. Sources: every row with the constants that
+ship. Then this project's own runs, what the rows themselves can bear (runs measured twice, the order that noise
+allows, FLOP conventions), the largest misses, and the rows that cannot be priced with the reason.
+Writes bench/results/predict_time.md and .json; with --docs the tables are put into the page as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
-import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Sequence
 from pathlib import Path
 
-from triweave.planner.time_rows import Row, Run, run_of_row, step_s_of_row
-from triweave.planner.time_stack import Stack
-from triweave.planner.time_step import predict_step
+from time_cases import Case, Prediction, fit, one_constant, predict, read, score
+from time_doubts import flop_conventions, noise, repeated, repeats, sheets
+from time_groups import FOLDS, LINKS, group_of
+from time_own import CAUSES, one_layer, own_causes, own_runs, read_own
+from time_unseen import unseen_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 FILES = ("published_runs.csv", "published_vtrain_single_node.csv")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measured run that can be priced."""
-
-    row: Row
-    run: Run
-    measured: float
-
-    @property
-    def sweep(self) -> tuple[str, ...]:
-        """What a planner would be given: everything but the layout. Cases that share it are one choice."""
-        row = self.row
-        sheet = row["source"].split(" trial ")[0] + row["source"].split("kernel=")[-1]
-        keys = ("model", "layers", "seq", "gpus", "gbs", "gpu_type", "precision")
-        return (sheet, *(row[key] for key in keys))
-
-
-@dataclass(frozen=True)
-class Score:
-    n: int
-    mape: float
-    mean: float
-    tau: float | None
-    regret: float | None
-    worst_regret: float | None
-    inside: float | None
-
-    @property
-    def cells(self) -> list[str]:
-        def percent(value: float | None, sign: str = "") -> str:
-            return "-" if value is None else f"{100 * value:{sign}.1f} %"
-
-        tau = "-" if self.tau is None else f"{self.tau:.2f}"
-        return [percent(self.mape), percent(self.mean, "+"), tau, percent(self.regret), percent(self.worst_regret)]
-
-
-def read(paths: Iterable[Path]) -> tuple[list[Case], Counter[tuple[str, str]]]:
-    """Cases, and the rows with a measurement that cannot be priced, by source and reason."""
-    cases, left_out = [], Counter[tuple[str, str]]()
-    for path in paths:
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                measured = step_s_of_row(row)
-                if row["mfu"] == "OOM":
-                    continue
-                run = run_of_row(row)
-                if measured is None or isinstance(run, str):
-                    reason = "no measured time" if measured is None else str(run)
-                    left_out[row["source"].split(" trial ")[0][:70], reason] += 1
-                else:
-                    cases.append(Case(row, run, measured))
-    return cases, left_out
-
-
-@lru_cache(maxsize=4096)
-def variant(stack: Stack, efficiency: float, links: float) -> Stack:
-    return replace(stack, efficiency=efficiency, links=links)
-
-
-Prediction = tuple[float, tuple[float, float]]
-
-
-def predict(case: Case, fitted: tuple[float, float] | None = None) -> Prediction:
-    run = case.run
-    stack = run.stack if fitted is None else variant(run.stack, *fitted)
-    step = predict_step(
-        run.decoder,
-        run.layout,
-        run.cluster,
-        seq_len=run.seq_len,
-        global_batch=run.global_batch,
-        precision=run.precision,
-        stack=stack,
-        on=run.on,
-    )
-    return step.step_s, step.range_s
-
-
-def fit(cases: Sequence[Case], links: Sequence[float]) -> tuple[float, float]:
-    """Efficiency and share of the links with the smallest mean error on `cases`."""
-
-    def error(fitted: tuple[float, float]) -> float:
-        return statistics.mean(abs(math.log(predict(case, fitted)[0] / case.measured)) for case in cases)
-
-    grid = [(percent / 100, share) for percent in range(84, 112, 2) for share in links]
-    return min(grid, key=error)
-
-
-def one_constant(cases: Sequence[Case]) -> Callable[[Case], float]:
-    """The baseline: hardware FLOPs over peak times one efficiency, fitted."""
-
-    def at_peak(case: Case) -> float:
-        run = case.run
-        passes = 4 / 3 if "layer" in run.layout.recompute else 1
-        tokens = run.global_batch * run.seq_len / run.layout.world_size
-        peak = run.on.peak_fp8 if run.precision == "fp8" and run.on.peak_fp8 else run.on.peak_bf16
-        return passes * run.decoder.flops_per_token(run.seq_len, causal=False) * tokens / peak
-
-    factor = math.exp(statistics.median(math.log(case.measured / at_peak(case)) for case in cases))
-    return lambda case: factor * at_peak(case)
-
-
-def score(cases: Sequence[Case], predicted: Sequence[float], ranges: Sequence[tuple[float, float]] | None) -> Score:
-    errors = [p / case.measured - 1 for case, p in zip(cases, predicted, strict=True)]
-    sweeps: defaultdict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
-    for case, p in zip(cases, predicted, strict=True):
-        sweeps[case.sweep].append((p, case.measured))
-    choices = [sweep for sweep in sweeps.values() if len(sweep) >= 4]
-    regrets = [picked(sweep) / min(measured for _, measured in sweep) - 1 for sweep in choices]
-    taus = [value for sweep in choices if (value := kendall(sweep)) is not None]
-    inside = None
-    if ranges is not None:
-        inside = statistics.mean(low <= case.measured <= high for case, (low, high) in zip(cases, ranges, strict=True))
-    return Score(
-        len(cases),
-        statistics.mean(map(abs, errors)),
-        statistics.mean(errors),
-        statistics.mean(taus) if taus else None,
-        statistics.mean(regrets) if regrets else None,
-        max(regrets, default=None),
-        inside,
-    )
-
-
-def picked(sweep: Sequence[tuple[float, float]]) -> float:
-    """Measured time of the layout predicted fastest; of several that are predicted alike, their mean."""
-    fastest = min(p for p, _ in sweep)
-    return statistics.mean(measured for p, measured in sweep if p <= fastest * (1 + 1e-9))
-
-
-def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Kendall's tau-b of predicted against measured, a difference under 0.3 % counting as a tie on either side."""
-    agree = predicted_ties = measured_ties = count = 0
-    for i, (p, m) in enumerate(pairs):
-        for q, n in pairs[:i]:
-            left = 0 if abs(p / q - 1) < 0.003 else (1 if p > q else -1)
-            right = 0 if abs(m / n - 1) < 0.003 else (1 if m > n else -1)
-            count += 1
-            agree += left * right
-            predicted_ties += left == 0
-            measured_ties += right == 0
-    scale = math.sqrt((count - predicted_ties) * (count - measured_ties))
-    return agree / scale if scale else None
-
-
-def has(*words: str) -> Callable[[Row], bool]:
-    return lambda row: all(word in " ".join((row["source"], row["gpu_type"], row["recompute"])) for word in words)
-
-
-def sheet(*words: str, kernel: str | None = None, seq: str | None = None) -> Callable[[Row], bool]:
-    """Rows of Hagemann et al. (2311.05610) whose sheet's name holds all `words`."""
-    return lambda row: (
-        "2311.05610" in row["source"]
-        and all(word in row["source"] for word in words)
-        and (kernel is None or row["source"].endswith(f"kernel={kernel}"))
-        and (seq is None or row["seq"] == seq)
-    )
-
-
-LINKS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-RMS = "flash_attention2+RMSkernel"
-FLASH1 = "flash_attentionv1.0.8"
-FOLDS: tuple[tuple[str, Callable[[Row], bool], tuple[tuple[str, Callable[[Row], bool]], ...], bool], ...] = (
-    (
-        "13B, sequence 2k (2 sheets, FA2 + RMS kernel)",
-        sheet("13B", kernel=RMS, seq="2048"),
-        (("30B, 2k", sheet("30B")), ("13B, 8k", sheet("13B", kernel=RMS, seq="8192"))),
-        True,
-    ),
-    (
-        "13B, 8k (2 sheets, FA2 + RMS kernel)",
-        sheet("13B", kernel=RMS, seq="8192"),
-        (("30B, 2k", sheet("30B")), ("13B, 2k", sheet("13B", kernel=RMS, seq="2048"))),
-        True,
-    ),
-    (
-        "30B, 2k (FA2 + RMS kernel)",
-        sheet("30B"),
-        (("13B, 2k", sheet("13B", kernel=RMS, seq="2048")), ("13B, 8k", sheet("13B", kernel=RMS, seq="8192"))),
-        True,
-    ),
-    (
-        "13B, 2k, FA1",
-        sheet(kernel=FLASH1, seq="2048"),
-        (
-            ("13B, 8k, FA1", sheet(kernel=FLASH1, seq="8192")),
-            ("13B, 2k, fused softmax", sheet(kernel="fused")),
-            ("13B, 2k, plain PyTorch", sheet(kernel="torch", seq="2048")),
-            ("13B, 8k, plain PyTorch", sheet(kernel="torch", seq="8192")),
-            ("13B, 8k, FA2", sheet(kernel="flash_attention2", seq="8192")),
-            ("13B, 2k, FA2", sheet(kernel="flash_attention2", seq="2048")),
-        ),
-        False,
-    ),
-    ("MosaicML A100", has("mosaicml", "A100"), (("MosaicML H100", has("mosaicml", "H100")),), False),
-    ("MosaicML H100", has("mosaicml", "H100"), (("MosaicML A100", has("mosaicml", "A100")),), False),
-    (
-        "Megatron 2021, table 1",
-        has("arXiv 2104.04473"),
-        (("Megatron 2022", has("2205.05198")), ("vTrain, many nodes", has("ground_truth_multi"))),
-        False,
-    ),
-    (
-        "vTrain, 2 GPUs",
-        lambda row: "ground_truth_single" in row["source"] and row["gpus"] == "2",
-        (
-            ("vTrain, 4 GPUs", lambda row: "ground_truth_single" in row["source"] and row["gpus"] == "4"),
-            ("vTrain, 8 GPUs", lambda row: "ground_truth_single" in row["source"] and row["gpus"] == "8"),
-            ("vTrain, many nodes", has("ground_truth_multi")),
-        ),
-        False,
-    ),
-    (
-        "InternEvo, full recompute",
-        lambda row: "InternEvo" in row["source"] and row["recompute"] == "full",
-        (("InternEvo, none", lambda row: "InternEvo" in row["source"] and row["recompute"] == "none"),),
-        False,
-    ),
-    (
-        "NVIDIA 8B, H100, bf16",
-        lambda row: "dgxc" in row["source"] and row["model"] == "llama3-8b" and row["precision"] == "bf16",
-        (
-            (
-                "8B, fp8",
-                lambda row: "dgxc" in row["source"] and row["model"] == "llama3-8b" and row["precision"] == "fp8",
-            ),
-            ("70B", lambda row: "dgxc" in row["source"] and row["model"] == "llama3-70b"),
-            ("GPT 175B", lambda row: "dgxc" in row["source"] and row["model"] == "gpt3-175b"),
-        ),
-        False,
-    ),
-)
 
 
 def folds(cases: Sequence[Case]) -> tuple[list[list[str]], list[Case], list[Prediction]]:
@@ -299,35 +65,6 @@ def folds(cases: Sequence[Case]) -> tuple[list[list[str]], list[Case], list[Pred
                 ]
             )
     return table, tested, predictions
-
-
-def group_of(row: Row) -> str:
-    source = row["source"]
-    if "2311.05610" in source:
-        kernel = source.split("kernel=")[-1]
-        return f"Hagemann {row['model'][6:9]} seq {row['seq']} {row['gpus']} GPUs {kernel} {row['recompute'][:5]}"
-    for word, name in (
-        ("ground_truth_multi", "vTrain many nodes"),
-        ("ground_truth_single", "vTrain one node"),
-        ("mosaicml", "MosaicML"),
-        ("InternEvo", "InternEvo"),
-        ("2104.04473", "Megatron 2021"),
-        ("2205.05198", "Megatron 2022"),
-        ("dgxc", "NVIDIA dgxc"),
-        ("SimuMax", "SimuMax"),
-        ("torchtitan", "torchtitan"),
-        ("torchao", "torchao"),
-        ("nanotron", "nanotron"),
-        ("ultrascale", "nanotron playbook"),
-        ("Bridge", "Megatron-Bridge"),
-        ("NeMo", "NeMo"),
-        ("docs.nvidia", "NeMo docs"),
-    ):
-        if word in source:
-            gpu = row["gpu_type"].split("-")[0]
-            kind = "fp8" if "fp8" in row["precision"] else "bf16"
-            return f"{name} {gpu} {kind} {row['recompute'][:9]}".rstrip()
-    return source[:40]
 
 
 def by_source(cases: Sequence[Case]) -> list[list[str]]:
@@ -386,6 +123,13 @@ FOLD_HEADER = [
     *("baseline MAPE", "its mean", "its tau", "its pick's loss"),
 ]
 SOURCE_HEADER = ["source", "n", "MAPE", "mean", "tau", "pick's loss", "worst pick", "in range"]
+SHEET_HEADER = [
+    *("sheet", "layouts", "tau", "tau of a perfect model", "pick's loss", "a perfect model's"),
+    "tau without two-stage layouts",
+]
+OWN_HEADER = ["model", "layout", "measured s", "error before the run", "error now", "in range", "fused, forecast s"]
+CAUSE_HEADER = ["model", "layout", "missing", "gathers as measured", *(name for name, _ in CAUSES), "left"]
+OWN_RUNS = ROOT / "bench" / "results" / "2026-11-30-speed-2xh200.json"
 MARKS = ("<!-- tables: python bench/predict_time.py --docs -->", "<!-- end of tables -->")
 
 
@@ -404,13 +148,31 @@ def tables(cases: Sequence[Case], left_out: Counter[tuple[str, str]]) -> tuple[s
         if chosen:
             sentence, numbers[key] = summary(name, chosen)
             sentences.append(f"- {sentence}")
+    own = list(read_own(OWN_RUNS))
     parts = [
         "### Calibrated on one group, tried on another\n",
         "Fitted: the stack's efficiency, and in the first three folds also the share of the links it reaches.\n",
         markdown(FOLD_HEADER, table),
         "\n".join(sentences) + "\n",
+        "### GPUs that no number came from\n",
+        markdown(["GPU", "share of peak known from", "n", "MAPE", "mean", "in range"], unseen_gpus(cases)),
+        "### Our own steps on two H200\n",
+        markdown(OWN_HEADER, own_runs(own)),
+        "Milliseconds that were missing, and where they went:\n",
+        markdown(CAUSE_HEADER, own_causes(own)),
+        "### One layer of our trainer, operation by operation\n",
+        "Llama-3-8B, 8,192 tokens, one H200, nothing recomputed, nothing communicated.\n",
+        markdown(["kernels", "operation", "TFLOP", "GB moved", "forward ms", "backward ms"], one_layer()),
         "### Every source, with the constants that ship\n",
+        summary("All priced rows", [(case, predict(case)) for case in cases])[0] + "\n",
         markdown(SOURCE_HEADER, by_source(cases)),
+        "### Order and pick on the Llama sweeps, and what noise allows\n",
+        f"One measurement has a standard deviation of {100 * noise(repeats(cases)):.2f} %, from the pairs below.\n",
+        markdown(SHEET_HEADER, sheets(cases)),
+        "### One layout, measured twice\n",
+        markdown(["source", "model", "run", "measured", "apart"], repeated(cases)),
+        "### FLOP conventions of the rows that print FLOP/s or MFU\n",
+        markdown(["source", "rows", "convention", "half within", "rows that differ"], flop_conventions(cases)),
         "### The largest misses (vTrain's single-node rows aside)\n",
         markdown(["error", "source", "model", "run", "layout", "measured"], misses(cases, 30)),
         "### Rows that are not priced\n",

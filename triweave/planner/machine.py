@@ -1,16 +1,19 @@
 """What one kind of GPU and its links have been measured to do: the numbers that time is made of.
 
-Only measurements and datasheets live here, each with its source; how they combine is in the `time_*` modules.
+Datasheet figures (peaks, processors, ports) stand in the cluster catalogue alone and are taken from there. Only
+measurements live here, each with its source; how they combine is in the `time_*` modules.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import exp, log
 from types import MappingProxyType
 
+from triweave.cluster import CATALOGUE, Cluster, Gpu
 from triweave.errors import InputError, Problem, closest
 
 MIB = 2**20
@@ -18,7 +21,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds of one all-reduce by bytes of the whole tensor, measured; between points straight in logarithms.
+    """Seconds of one collective by bytes of the whole tensor, measured; between points straight in logarithms.
 
     Beyond the largest point the last bandwidth holds; below the smallest the smallest time does (latency).
     """
@@ -35,6 +38,10 @@ class Curve:
         i = bisect_left(self.bytes, size)
         share = log(size / self.bytes[i - 1]) / log(self.bytes[i] / self.bytes[i - 1])
         return self.seconds[i - 1] * exp(share * log(self.seconds[i] / self.seconds[i - 1]))
+
+    def times(self, factor: float) -> Curve:
+        """The same, every size `factor` times as long."""
+        return Curve(self.bytes, tuple(seconds * factor for seconds in self.seconds))
 
 
 def curve_from_bus_bandwidth(ranks: int, points: tuple[tuple[float, float], ...]) -> Curve:
@@ -86,6 +93,9 @@ class Machine:
     """One doubling of the nodes of a collective: 32 GPUs on 4 nodes need 0.4 ms for what takes no bandwidth (NCCL
     tests, 16 MiB on 8 x 400 Gb EFA), InfiniBand about half."""
     matmuls: tuple[Matmul, ...] = field(default=())
+    nvlink_gather: Mapping[int, Curve] = field(default_factory=lambda: MappingProxyType({}))
+    """Measured all-gather curves inside a node, by ranks (a reduce-scatter takes as long to 6 %); where there is none,
+    a share of the all-reduce."""
 
     @property
     def hbm_kernel_bytes_per_s(self) -> float:
@@ -102,6 +112,11 @@ _A100_2 = Curve((MIB, 4 * MIB, 16 * MIB, 64 * MIB, 1024 * MIB), (60e-6, 70e-6, 1
 _H_8 = curve_from_bus_bandwidth(8, ((1, 40), (4, 107), (16, 220), (64, 347), (256, 436), (1024, 464), (16384, 482)))
 _H_4 = curve_from_bus_bandwidth(4, ((1, 35), (4, 80), (16, 185), (64, 290), (256, 360), (1024, 390)))
 _H_2 = curve_from_bus_bandwidth(2, ((1, 27), (4, 49), (16, 144), (64, 220), (256, 286), (1024, 327)))
+
+# All-gather of two H200 GPUs, measured for this project beside the all-reduce (bus = bytes / time x (n - 1)/n).
+_H_GATHER_2 = Curve(
+    tuple(mib * MIB for mib in (1, 4, 16, 64, 256, 1024)), (32e-6, 85e-6, 90e-6, 177e-6, 576e-6, 2.028e-3)
+)
 
 # Blackwell: published NCCL tests (64 MiB and 1 GiB in one node); smaller sizes by the H200 node's shape.
 _B_8 = curve_from_bus_bandwidth(8, ((1, 45), (4, 120), (16, 250), (64, 401), (256, 600), (1024, 723)))
@@ -133,45 +148,95 @@ def _curves(two: Curve, four: Curve, eight: Curve) -> Mapping[int, Curve]:
     return MappingProxyType({2: two, 4: four, 8: eight})
 
 
+def _machine(
+    name: str,
+    *,
+    matmul_ceiling: float,
+    hbm: float,
+    curves: Mapping[int, Curve],
+    fp8_ceiling: float = 0.0,
+    kernel_share: float = 0.85,
+    matmuls: tuple[Matmul, ...] = (),
+    gather: Mapping[int, Curve] | None = None,
+    gpu: str | None = None,
+) -> Machine:
+    """Measurements (`hbm` in bytes/s) beside the datasheet of `gpu`, by default of the same name."""
+    sheet = CATALOGUE[gpu or name]
+    return Machine(
+        name,
+        sheet.peak_flops,
+        sheet.peak_fp8_flops or None,
+        sheet.num_sms,
+        matmul_ceiling,
+        fp8_ceiling,
+        hbm,
+        kernel_share,
+        curves,
+        sheet.nic_bandwidth,
+        matmuls=matmuls,
+        nvlink_gather=gather if gather is not None else MappingProxyType({}),
+    )
+
+
+_AMPERE_LINKS, _HOPPER_LINKS = _curves(_A100_2, _A100_4, _A100_8), _curves(_H_2, _H_4, _H_8)
+_BLACKWELL_LINKS = _curves(_B_2, _B_4, _B_8)
+_HOPPER_GATHER = MappingProxyType({2: _H_GATHER_2})
+
 # Ceilings: machine-learning-engineering's best products (271, 794, 1745, 1822 TFLOP/s). Hopper's own products here
 # reach 775 for a short while and 640 to 690 once the card is at its power limit; training is the latter.
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
-        "a100-80gb": Machine(
-            "a100-80gb", 312e12, None, 108, 0.79, 0.0, 1.75e12, 0.85, _curves(_A100_2, _A100_4, _A100_8), 25e9
-        ),
-        "a100-40gb": Machine(
-            "a100-40gb", 312e12, None, 108, 0.79, 0.0, 1.35e12, 0.85, _curves(_A100_2, _A100_4, _A100_8), 25e9
-        ),
-        "h100-80gb": Machine(
-            "h100-80gb", 989e12, 1979e12, 132, 0.66, 0.55, 2.98e12, 0.85, _curves(_H_2, _H_4, _H_8), 50e9
-        ),
-        # torchtitan's Grand Teton parts: HBM2e, 500 W. Its own bf16 run at batch 2 sets the ceiling.
-        "h100-96gb-500w": Machine(
-            "h100-96gb-500w", 989e12, 1979e12, 132, 0.48, 0.43, 2.1e12, 0.85, _curves(_H_2, _H_4, _H_8), 50e9
-        ),
-        "h200-141gb": Machine(
-            "h200-141gb",
-            989e12,
-            1979e12,
-            132,
-            0.74,
-            0.64,
-            4.27e12,
-            0.85,
-            _curves(_H_2, _H_4, _H_8),
-            50e9,
-            matmuls=_H200_MATMULS,
-        ),
-        "b200-180gb": Machine(
-            "b200-180gb", 2250e12, 4500e12, 148, 0.48, 0.54, 7.1e12, 0.8, _curves(_B_2, _B_4, _B_8), 50e9
-        ),
-        "gb200-186gb": Machine(
-            "gb200-186gb", 2500e12, 5000e12, 148, 0.48, 0.54, 7.1e12, 0.8, _curves(_B_2, _B_4, _B_8), 50e9
-        ),
+        made.name: made
+        for made in (
+            _machine("a100-80gb", matmul_ceiling=0.79, hbm=1.75e12, curves=_AMPERE_LINKS),
+            _machine("a100-40gb", matmul_ceiling=0.79, hbm=1.35e12, curves=_AMPERE_LINKS),
+            _machine(
+                "h100-80gb",
+                matmul_ceiling=0.66,
+                fp8_ceiling=0.55,
+                hbm=2.98e12,
+                curves=_HOPPER_LINKS,
+                gather=_HOPPER_GATHER,
+            ),
+            # torchtitan's Grand Teton parts: HBM2e, 500 W. Its own bf16 run at batch 2 sets the ceiling.
+            _machine(
+                "h100-96gb-500w",
+                gpu="h100-80gb",
+                matmul_ceiling=0.48,
+                fp8_ceiling=0.43,
+                hbm=2.1e12,
+                curves=_HOPPER_LINKS,
+                gather=_HOPPER_GATHER,
+            ),
+            _machine(
+                "h200-141gb",
+                matmul_ceiling=0.74,
+                fp8_ceiling=0.64,
+                hbm=4.27e12,
+                curves=_HOPPER_LINKS,
+                gather=_HOPPER_GATHER,
+                matmuls=_H200_MATMULS,
+            ),
+            _machine(
+                "b200-180gb",
+                matmul_ceiling=0.48,
+                fp8_ceiling=0.54,
+                hbm=7.1e12,
+                kernel_share=0.8,
+                curves=_BLACKWELL_LINKS,
+            ),
+            _machine(
+                "gb200-186gb",
+                matmul_ceiling=0.48,
+                fp8_ceiling=0.54,
+                hbm=7.1e12,
+                kernel_share=0.8,
+                curves=_BLACKWELL_LINKS,
+            ),
+        )
     }
 )
-"""By the GPU names of the cluster catalogue."""
+"""By the GPU names of the cluster catalogue, and one card of which only published runs know."""
 
 
 def machine(name: str) -> Machine:
@@ -184,3 +249,33 @@ def machine(name: str) -> Machine:
         rule = f"has no measured speeds; known are {', '.join(MACHINES)}"
         raise InputError(Problem("cluster", name, rule, closest(name, list(MACHINES))))
     return MACHINES[name]
+
+
+def machine_of(cluster: Cluster) -> Machine:
+    """The machine of a cluster's GPU, its measurements scaled where a cluster file gives the card other figures.
+
+    Raises:
+        InputError: nothing has been measured for that GPU.
+    """
+    return _machine_of(cluster.gpu, cluster.num_rails / cluster.gpus_per_node)
+
+
+@lru_cache(maxsize=256)
+def _machine_of(gpu: Gpu, ports_per_gpu: float) -> Machine:
+    known = machine(gpu.name)
+    usual = CATALOGUE[gpu.name]
+    if gpu == usual and ports_per_gpu == 1:
+        return known
+    link = (usual.nvlink_bandwidth or usual.pcie_bandwidth) / (gpu.nvlink_bandwidth or gpu.pcie_bandwidth)
+    return replace(
+        known,
+        peak_bf16=gpu.peak_flops,
+        peak_fp8=gpu.peak_fp8_flops or None,
+        sms=gpu.num_sms,
+        hbm_bytes_per_s=known.hbm_bytes_per_s * gpu.memory_bandwidth / usual.memory_bandwidth,
+        nvlink_all_reduce=MappingProxyType({n: curve.times(link) for n, curve in known.nvlink_all_reduce.items()}),
+        nvlink_gather=MappingProxyType({n: curve.times(link) for n, curve in known.nvlink_gather.items()}),
+        nic_bytes_per_s=gpu.nic_bandwidth * ports_per_gpu,
+        # Products of another card say nothing of this one.
+        matmuls=known.matmuls if gpu.peak_flops == usual.peak_flops else (),
+    )

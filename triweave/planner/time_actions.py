@@ -10,7 +10,7 @@ from triweave.cluster import Cluster
 from triweave.errors import InputError, Problem, nearest_number
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
-from triweave.planner.machine import Machine, machine
+from triweave.planner.machine import Machine, machine_of
 from triweave.planner.time_collectives import GroupShape, overlapped_s, reduce_scatter_s, send_s
 from triweave.planner.time_ends import embedding_work, head_work
 from triweave.planner.time_layer import layer_work
@@ -18,7 +18,8 @@ from triweave.planner.time_matmul import Precision
 from triweave.planner.time_parts import Place, Work, chain, place_of
 from triweave.planner.time_pipeline import StageCost
 from triweave.planner.time_shapes import Decoder, decoder_of
-from triweave.planner.time_stack import TRIWEAVE, Stack
+from triweave.planner.time_stack import Stack
+from triweave.planner.time_trainer import TRIWEAVE
 
 
 class Ends(NamedTuple):
@@ -84,7 +85,7 @@ def action_costs(
         InputError: a batch or a layer map that does not fit the layout, or a GPU without measured speeds.
     """
     _check(layout, global_batch)
-    gpu = on if on is not None else machine(cluster.gpu.name)
+    gpu = on if on is not None else machine_of(cluster)
     per_node = cluster.gpus_per_node
     place = place_of(decoder_of(spec), layout, gpu, stack, seq_len=seq_len, gpus_per_node=per_node, precision=precision)
     group = replicas(layout, per_node) if layout.shard == "full" else None
@@ -162,14 +163,16 @@ def _sharding_s(place: Place, work: Work, parameters: float, num_layers: int, gr
     backward = (work.recompute.total + work.backward_input.total + work.backward_weight.total) / count
     hidden_forward = overlapped_s(gather, forward, stack.slowdown)
     hidden_backward = overlapped_s(gather + scatter, backward, stack.slowdown)
-    copies = stack.shard_copies * layer * count / place.machine.hbm_kernel_bytes_per_s
+    bandwidth = place.machine.hbm_kernel_bytes_per_s
+    unpacking = stack.gather_copies.of(parameters, group.ranks) / bandwidth
+    packing = stack.scatter_copies.of(parameters, group.ranks) / bandwidth
     share = stack.overlap_dp
     added_forward = count * (share * hidden_forward + (1 - share) * gather)
     added_backward = count * (share * hidden_backward + (1 - share) * (gather + scatter))
     if share:
         added_forward += max(0.0, gather - overlapped_s(gather, forward, 0.0))
         added_backward += max(0.0, scatter - overlapped_s(scatter, backward, 0.0))
-    return added_forward + copies / 3, added_backward + copies * 2 / 3
+    return added_forward + unpacking, added_backward + unpacking + packing
 
 
 def _transfer_s(place: Place, layout: Layout, gpus_per_node: int) -> float:

@@ -55,7 +55,8 @@ def reduce_scatter_s(machine: Machine, group: GroupShape, size: float) -> float:
     """Seconds to sum a tensor of `size` bytes and leave each rank its slice; an all-gather takes as long."""
     if group.ranks == 1 or size <= 0:
         return 0.0
-    inside = GATHER_SHARE * _inside_s(machine, group.per_node, size)
+    known = machine.nvlink_gather.get(group.per_node)
+    inside = known(size) if known is not None else GATHER_SHARE * _inside_s(machine, group.per_node, size)
     if group.nodes == 1:
         return inside
     port = machine.nic_bytes_per_s * machine.nic_efficiency * group.per_node

@@ -6,10 +6,6 @@ from functools import lru_cache
 
 from triweave.planner.time_collectives import all_reduce_s, reduce_scatter_s
 from triweave.planner.time_parts import Parts, Place, Work
-from triweave.planner.time_stack import Bytes
-
-_LOOKUP = Bytes(4, 12)
-"""A row read and written; backward read, and added to a float32 row."""
 
 
 @lru_cache(maxsize=8192)
@@ -33,7 +29,7 @@ def head_work(place: Place) -> Work:
 @lru_cache(maxsize=8192)
 def embedding_work(place: Place) -> Work:
     """The lookup, its sum over the tensor-parallel ranks; gradients are added row by row."""
-    forward, backward = place.memory(place.tokens * place.decoder.hidden, _LOOKUP)
+    forward, backward = place.memory(place.tokens * place.decoder.hidden, place.stack.lookup)
     return Work(
         Parts(memory=forward, tensor_parallel=_sum_s(place)),
         Parts(tensor_parallel=_gather_s(place)),

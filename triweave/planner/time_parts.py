@@ -107,7 +107,7 @@ class Place:
         return elements * cost.forward / rate, elements * cost.backward / rate
 
     def accumulate(self, parameters: float) -> float:
-        """Seconds to add a micro-batch's weight gradients to their sums in a pass of their own."""
+        """Seconds that adding a micro-batch's weight gradients to their sums takes beyond the products."""
         return parameters * self.stack.accumulate / (self.machine.hbm_kernel_bytes_per_s * self.stack.efficiency)
 
     def casts(self, elements: float) -> float:

@@ -36,6 +36,8 @@ class Run:
 
 GPU_NAMES = (
     ("gb200", "gb200-186gb"),
+    # What the driver of a GB200 shows: its compute capability and 184 GiB.
+    ("blackwell-sm100-184gib", "gb200-186gb"),
     ("b200", "b200-180gb"),
     ("h200", "h200-141gb"),
     ("h100", "h100-80gb"),
@@ -63,6 +65,8 @@ def run_of_row(row: Row) -> Run | str:
     gpu = next((name for start, name in GPU_NAMES if row["gpu_type"].lower().startswith(start)), None)
     if gpu is None:
         return f"no measured speeds for {row['gpu_type']}"
+    if "fp4" in row["precision"]:
+        return f"no measured rate for products in {row['precision']}"
     gpus, tp, pp = int(row["gpus"]), int(row["tp"]), int(row["pp"])
     cp = int(row["cp"] or 1)
     if gpus % (tp * pp * cp):

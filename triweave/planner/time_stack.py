@@ -24,6 +24,20 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Copies:
+    """Bytes per parameter that a collective of sharded weights or gradients costs beside itself."""
+
+    whole: float = 0.0
+    """Per parameter of the layer."""
+    shard: float = 0.0
+    """Per parameter of this rank's shard."""
+
+    def of(self, parameters: float, ranks: int) -> float:
+        """Bytes for a layer of `parameters` sharded over `ranks`."""
+        return parameters * (self.whole + self.shard / ranks)
+
+
+@dataclass(frozen=True, slots=True)
 class Host:
     """Seconds that the host needs to launch a layer: where the GPU is faster, it waits for this."""
 
@@ -60,10 +74,11 @@ class Stack:
     """Per element of the MLP's inner width."""
     loss: Bytes = Bytes(8, 6)
     """Per logit, beyond the head's product."""
+    lookup: Bytes = Bytes(4, 12)
+    """Per hidden element of the embedding: a row read and written; backward read, and added to a float32 row."""
     host: Host = Host(0.25e-3, 0.5e-3, 30e-6)
     accumulate: float = 0.0
-    """Bytes per parameter that adding one micro-batch's weight gradient moves in a pass of its own; 0 where the product
-    adds to its output."""
+    """Bytes per parameter that adding one micro-batch's weight gradient moves beyond the product's bf16 output."""
     gradient_size: int = 4
     """Bytes of a gradient on the wire between data-parallel ranks."""
     reduces_whole: bool = False
@@ -71,8 +86,10 @@ class Stack:
     optimizer: float = 34.0
     """Bytes per parameter of the shard: Adam reads and writes two moments and the master (24), reads the gradient for
     the norm and for the update (8), writes the weight (2)."""
-    shard_copies: float = 0.0
-    """ZeRO-3: bytes per parameter and micro-batch for unpacking gathered weights and packing gradients."""
+    gather_copies: Copies = Copies()
+    """ZeRO-3: what each gather of weights costs beside the collective, forward and backward of every micro-batch."""
+    scatter_copies: Copies = Copies()
+    """ZeRO-2 and 3: what each reduction of a micro-batch's gradients costs beside the collective."""
     overlap_dp: float = 0.0
     """Share of the data-parallel communication that the stack hides under compute where there is room."""
     overlap_tp: bool = True
@@ -85,6 +102,9 @@ class Stack:
     """Whether gate and up are one product."""
     pipelined: float = 1.0
     """Share of a tensor-parallel collective that stays exposed: below 1 where it is cut in pieces with its product."""
+    piece_tokens: int = 0
+    """Tokens that a piece has at least where sequence-parallel products are cut so that one piece travels while another
+    is multiplied, ranks' slices of the sequence being what is cut; 0 where they are not."""
     links: float = 1.0
     """Share of the measured speed of tensor-parallel collectives that training reaches."""
     overlap_pp: bool = True
@@ -114,23 +134,13 @@ EAGER_ACTIVATION = Bytes(10, 16)
 EAGER_LOSS = Bytes(26, 20)
 """To float32 (6), maximum (4), subtract and exponential (8 + 8); backward divide (8), to bf16 (6), scale (6)."""
 
-TRIWEAVE = Stack(
-    "triweave",
-    norm=Bytes(4, 14),
-    rotary=EAGER_ROTARY,
-    heads=Bytes(2, 4),
-    activation=Bytes(10, 40),
-    loss=EAGER_LOSS,
-    links=0.7,
-)
-"""This package's trainer: eager, fused norm and attention kernels, weight gradients added by the product itself."""
-
-FSDP2_COPIES = 18.0
-"""Two gathers unpacked, read and written (4 each), and gradients packed in float32 (10)."""
+FSDP2_GATHER, FSDP2_SCATTER = Copies(whole=4.0), Copies(whole=10.0)
+"""A gather unpacked, read and written; gradients packed in float32."""
 
 COMPILED = Stack(
     "compiled",
-    shard_copies=FSDP2_COPIES,
+    gather_copies=FSDP2_GATHER,
+    scatter_copies=FSDP2_SCATTER,
     cast=10.0,
     links=0.7,
     heads=Bytes(2, 2),
@@ -142,7 +152,8 @@ COMPILED = Stack(
 
 EAGER_TITAN = Stack(
     "eager",
-    shard_copies=FSDP2_COPIES,
+    gather_copies=FSDP2_GATHER,
+    scatter_copies=FSDP2_SCATTER,
     norm=Bytes(4, 10),
     rotary=Bytes(24, 24),
     activation=EAGER_ACTIVATION,

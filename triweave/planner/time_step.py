@@ -16,7 +16,8 @@ from triweave.planner.time_matmul import Precision
 from triweave.planner.time_parts import add
 from triweave.planner.time_pipeline import least_pipeline_s, pipeline_s
 from triweave.planner.time_shapes import Decoder
-from triweave.planner.time_stack import TRIWEAVE, Stack
+from triweave.planner.time_stack import Stack
+from triweave.planner.time_trainer import TRIWEAVE
 from triweave.schedule import Timeline, simulate
 from triweave.schedule.build import build_schedule
 
@@ -142,9 +143,7 @@ def predict_step(
     )
     step = length + data_parallel + optimizer
     tokens = global_batch * seq_len / layout.world_size
-    peak = cluster.gpu.peak_flops or gpu.peak_bf16
-    if precision == "fp8" and gpu.peak_fp8:
-        peak = gpu.peak_fp8
+    peak = gpu.peak_fp8 if precision == "fp8" and gpu.peak_fp8 else gpu.peak_bf16
     flops = [decoder.flops_per_token(seq_len, causal=causal) * tokens / step / peak for causal in (True, False)]
     return StepTime(
         step,
@@ -194,9 +193,9 @@ def _after_backward(
     parameters = sum(costs.blocks[stage].parameters for stage in layout.stages_of(rank))
     group = replicas(layout, gpus_per_node)
     shard = parameters if layout.shard == "none" else parameters / group.ranks
-    optimizer = shard * stack.optimizer / gpu.hbm_kernel_bytes_per_s
-    if layout.shard in ("none", "optimizer"):
-        optimizer += parameters * 4 / gpu.hbm_kernel_bytes_per_s
+    whole_gradients = layout.shard in ("none", "optimizer")
+    zeroed = 4 * (parameters if whole_gradients else shard)
+    optimizer = (shard * stack.optimizer + zeroed) / gpu.hbm_kernel_bytes_per_s
     if group.ranks == 1 or layout.shard == "full":
         return 0.0, optimizer
     gradients = stack.gradient_size * parameters
@@ -206,6 +205,7 @@ def _after_backward(
         reduce = (all_reduce_s if stack.reduces_whole else reduce_scatter_s)(gpu, group, gradients)
         gather = reduce_scatter_s(gpu, group, 2.0 * parameters)
     if layout.shard == "gradients":
+        reduce += stack.scatter_copies.of(parameters, group.ranks) / gpu.hbm_kernel_bytes_per_s
         reduce *= micro_batches
     # Reduction hides under the last micro-batch's backward, gathering under the first's forward.
     room = busy / micro_batches
