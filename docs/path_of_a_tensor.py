@@ -98,7 +98,9 @@ def shapes_of(name: str, journal: Journal, *, last: bool) -> Callable[..., None]
         journal.looking = name != "model.norm"
         print(f"  {name:40} gradient of its output {spelt(gradient)}")
 
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
+        if isinstance(output, tuple):  # a norm that also passes the residual stream on
+            output = output[1]
         journal.looking = not last
         weight = getattr(module, "weight", None)
         of = "" if weight is None else f"  weight {spelt(weight)}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 from ranks import Ranks
 
 # How long an example takes says more about the machine's other work than about the code.
 settings.register_profile("triweave", deadline=None)
 settings.load_profile("triweave")
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read where Triton, and where a kernel, is first imported
 
 
 @pytest.fixture(scope="session")

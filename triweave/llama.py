@@ -7,6 +7,7 @@ hidden]` without.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,14 +16,14 @@ from torch import Tensor, nn
 from triweave.layers.attention import Attention, AttentionKernel, Documents
 from triweave.layers.embedding import VocabParallelEmbedding
 from triweave.layers.linear import ColumnParallelLinear
-from triweave.layers.norm import RMSNorm
+from triweave.layers.norm import ResidualRMSNorm, RMSNorm
 from triweave.layers.rotary import Rotation, make_rotation
 from triweave.layers.swiglu import SwiGLU
 from triweave.layers.tensor_parallel import TensorParallel
 from triweave.layout import Layout, Recompute
 from triweave.model_spec import ModelSpec
 from triweave.parameters import holds_embedding, holds_head, vocab_rows
-from triweave.recompute import checkpointed, recomputing
+from triweave.recompute import checkpointed, checkpointed_after, recomputing
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,9 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.recompute = frozenset(recompute)
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
+        self.input_layernorm = ResidualRMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
         self.self_attn = Attention(spec, tp, kernel)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
+        self.post_attention_layernorm = ResidualRMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
         self.mlp = SwiGLU(spec.hidden_size, spec.intermediate_size, tp, recompute="swiglu" in self.recompute)
 
     def forward(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
@@ -56,24 +57,33 @@ class DecoderLayer(nn.Module):
         return checkpointed(block, x, enabled="layer" in self.recompute)
 
     def _block(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
-        attention = partial(self._attention, rotation=rotation, documents=documents)
-        x = x + checkpointed(attention, x, enabled="attention" in self.recompute)
-        return x + checkpointed(self._mlp, x, enabled="mlp" in self.recompute)
+        x, normed = self.input_layernorm(x)
+        attention = partial(self._attention, x, rotation=rotation, documents=documents)
+        # This sum is the next norm's: x + attention, and the norm of that.
+        x, normed = self.post_attention_layernorm(
+            x, self._half("attention", self.input_layernorm, x, normed, attention)
+        )
+        return x + self._half("mlp", self.post_attention_layernorm, x, normed, partial(self._mlp, x))
 
-    def _attention(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
-        qkv = self._project(self.input_layernorm, self.self_attn.qkv_proj, x)
+    def _half(
+        self, name: Recompute, norm: RMSNorm, x: Tensor, normed: Tensor, block: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """`block(normed)`, run again in backward from the stream `x` where that is asked for."""
+        return checkpointed_after(norm.again, x, normed, block, enabled=name in self.recompute)
+
+    def _attention(self, x: Tensor, normed: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+        qkv = self._project(self.input_layernorm, self.self_attn.qkv_proj, x, normed)
         attended: Tensor = self.self_attn(qkv, rotation, documents)
         return attended
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        gate_up = self._project(self.post_attention_layernorm, self.mlp.gate_up_proj, x)
+    def _mlp(self, x: Tensor, normed: Tensor) -> Tensor:
+        gate_up = self._project(self.post_attention_layernorm, self.mlp.gate_up_proj, x, normed)
         output: Tensor = self.mlp(gate_up)
         return output
 
-    def _project(self, norm: RMSNorm, projection: ColumnParallelLinear, x: Tensor) -> Tensor:
-        """`projection(norm(x))`; the norm's output is kept for backward, or computed again there."""
-        normed = norm(x)
-        with recomputing(norm, x, enabled="norm" in self.recompute):
+    def _project(self, norm: RMSNorm, projection: ColumnParallelLinear, x: Tensor, normed: Tensor) -> Tensor:
+        """`projection(normed)`; the norm's output is kept for backward, or computed again there from `x`."""
+        with recomputing(norm.again, x, enabled="norm" in self.recompute):
             projected: Tensor = projection(normed)
             return projected
 

@@ -45,3 +45,18 @@ def checkpointed(block: Callable[[Tensor], Tensor], x: Tensor, *, enabled: bool)
     # Llama has no dropout: there is no random state to replay.
     result: Tensor = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
     return result
+
+
+def checkpointed_after(
+    function: Callable[[Tensor], Tensor], x: Tensor, value: Tensor, block: Callable[[Tensor], Tensor], *, enabled: bool
+) -> Tensor:
+    """`block(value)`, where `value` is `function(x)`: keeps neither, but `x`, and runs both again in backward."""
+    if not enabled:
+        return block(value)
+    computed = [value]
+
+    def run(kept: Tensor) -> Tensor:
+        # The first time the value is there, and through it the gradient goes on to `x`.
+        return block(computed.pop() if computed else function(kept))
+
+    return checkpointed(run, x, enabled=True)

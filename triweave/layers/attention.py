@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from triweave.layers.linear import ColumnParallelLinear, RowParallelLinear
-from triweave.layers.rotary import Rotation
+from triweave.layers.rotary import Rotation, rotate_queries_and_keys
 from triweave.layers.tensor_parallel import TensorParallel
 from triweave.model_spec import ModelSpec
 
@@ -83,10 +83,8 @@ class Attention(nn.Module):
 
     def forward(self, qkv: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
         """What `qkv_proj` gave, `[seq, batch, (heads + 2 kv_heads)/tp * head_dim]`, to `[seq/tp, batch, hidden]`."""
-        heads = qkv.unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
-        # Copied, so that backward keeps the values alone: a view would keep the queries and keys before rotation too.
-        out = attend(rotation(q), rotation(k), v.contiguous(), documents, self.kernel)
+        q, k, v = rotate_queries_and_keys(qkv, rotation, self.num_heads, self.num_kv_heads)
+        out = attend(q, k, v, documents, self.kernel)
         projected: Tensor = self.o_proj(out.flatten(2))
         return projected
 

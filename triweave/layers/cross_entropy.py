@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from triweave.collectives import all_reduce
+from triweave.kernels.dispatch import uses_kernels
 from triweave.layers.tensor_parallel import TensorParallel
 
 IGNORE = -100
@@ -18,8 +19,11 @@ IGNORE = -100
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
     """Sum of the token losses, in float32.
 
+    Nothing of the logits' size is made beside them: they are kept as they are, and backward overwrites them with their
+    gradient, scaled as it is asked for.
+
     Args:
-        logits: `[seq, batch, vocab/tp]`, vocabulary padding included, whose values may be overwritten.
+        logits: `[seq, batch, vocab/tp]`, contiguous, vocabulary padding included; backward overwrites them.
         targets: `[seq, batch]` token ids, `IGNORE` where nothing is trained.
         vocab_size: true vocabulary; padding beyond it takes no probability and gets no gradient.
         tp: the tensor-parallel ranks that share the vocabulary.
@@ -34,31 +38,61 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: in
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
-        rows = logits.shape[-1]
-        first = tp.rank * rows
-        scores = logits.float()
-        if first + rows > vocab_size:
-            scores[..., max(vocab_size - first, 0) :] = -torch.inf
-        highest = all_reduce(scores.amax(-1), tp.group, dist.ReduceOp.MAX)
-        scores = scores.sub_(highest.unsqueeze(-1)) if scores is not logits else scores - highest.unsqueeze(-1)
-
+        columns = logits.shape[-1]
+        first = tp.rank * columns
         local = targets - first
-        mine = (local >= 0) & (local < rows)
-        local = local.masked_fill(~mine, 0)
-        target_score = scores.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
-        probabilities = scores.exp_()
-        sums = all_reduce(torch.stack([probabilities.sum(-1), target_score]), tp.group)
-        total, target_score = sums[0], sums[1]
-        trained = targets != IGNORE
+        num_valid = min(max(vocab_size - first, 0), columns)
+        highest, total, target = _statistics(logits, local, num_valid)
 
-        # d loss / d logits = softmax - one-hot. Taken before it is rounded to the type of the logits: in bfloat16 a
-        # probability near 1 is 1, and what is left to learn would be 0.
-        grad = probabilities.div_(total.unsqueeze(-1))
-        grad.scatter_add_(-1, local.unsqueeze(-1), -mine.unsqueeze(-1).to(grad.dtype))
-        ctx.save_for_backward(grad.to(logits.dtype), trained)
-        return ((total.log() - target_score) * trained).sum()
+        here = (local >= 0) & (local < columns)
+        top = all_reduce(highest.clone(), tp.group, dist.ReduceOp.MAX)
+        shares = torch.stack([total * (highest - top).exp(), (target - top).masked_fill(~here, 0)])
+        total, target = all_reduce(shares, tp.group)
+        trained = targets != IGNORE
+        ctx.save_for_backward(logits, targets, torch.stack([top, total]))
+        ctx.first, ctx.num_valid = first, num_valid
+        loss: Tensor = ((total.log() - target) * trained).sum()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
-        grad, trained = ctx.saved_tensors
-        return grad.mul_((trained * grad_loss).unsqueeze(-1)), None, None, None
+        logits, targets, (top, total) = ctx.saved_tensors
+        _to_gradient(logits, targets - ctx.first, ctx.num_valid, top, total, (targets != IGNORE) * grad_loss)
+        return logits, None, None, None
+
+
+def _statistics(logits: Tensor, local_targets: Tensor, num_valid: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row the highest logit, the sum of exponentials relative to it, the target's logit (0 if not here)."""
+    if uses_kernels(logits):
+        from triweave.kernels.cross_entropy import logit_statistics
+
+        return logit_statistics(logits, local_targets, num_valid)
+    here = (local_targets >= 0) & (local_targets < logits.shape[-1])
+    column = local_targets.masked_fill(~here, 0).unsqueeze(-1)
+    target = logits.gather(-1, column).squeeze(-1).float().masked_fill(~here, 0)
+    if num_valid == 0:
+        return torch.full_like(target, -torch.inf), torch.zeros_like(target), target
+    scores = logits[..., :num_valid].float()
+    highest = scores.amax(-1)
+    return highest, (scores - highest.unsqueeze(-1)).exp_().sum(-1), target
+
+
+def _to_gradient(
+    logits: Tensor, local_targets: Tensor, num_valid: int, top: Tensor, total: Tensor, scale: Tensor
+) -> None:
+    """Overwrite logits with `(softmax - one-hot) * scale`.
+
+    The difference is taken before it is rounded to the type of the logits: in bfloat16 a probability near 1 is 1, and
+    what is left to learn would be 0.
+    """
+    if uses_kernels(logits):
+        from triweave.kernels.cross_entropy import logits_to_gradient
+
+        logits_to_gradient(logits, local_targets, num_valid, top, total, scale)
+        return
+    here = (local_targets >= 0) & (local_targets < logits.shape[-1])
+    column = local_targets.masked_fill(~here, 0).unsqueeze(-1)
+    gradient = (logits.float() - top.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
+    gradient.scatter_add_(-1, column, -here.unsqueeze(-1).to(gradient.dtype))
+    gradient[..., num_valid:] = 0
+    logits.copy_(gradient.mul_(scale.unsqueeze(-1)))

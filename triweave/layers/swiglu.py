@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from triweave.kernels.dispatch import uses_kernels
 from triweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from triweave.layers.tensor_parallel import TensorParallel
 from triweave.recompute import recomputing
@@ -46,12 +47,20 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
+        if uses_kernels(gate_up):
+            from triweave.kernels.swiglu import swiglu_forward
+
+            return swiglu_forward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate) * up
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
+        if uses_kernels(gate_up):
+            from triweave.kernels.swiglu import swiglu_backward
+
+            return swiglu_backward(grad, gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         sigmoid = torch.sigmoid(gate)
         grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from triweave.planner.sizes import Sizes
 from triweave.planner.tape import Block, Pass, Tape
 
-_ATTENTION = ("queries", "keys", "values", "attention output", "logsumexp")
+_ATTENTION = ("query-key-value", "attention output", "logsumexp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +83,19 @@ def head_block(s: Sizes, unit: Unit) -> Block:
     _gather(f, s)
     f.make("logits", s.logits)
     f.free("gathered input", "gathered weights")
-    f.make("loss mask", s.tokens)
-    f.make("probabilities", s.logits // s.element * 4)
-    if s.element == 4:
-        f.rename("probabilities", "logits' gradient")
-    else:
-        f.make("logits' gradient", s.logits)
-        f.free("probabilities")
-    f.free("logits")
+    f.make("row statistics", 8 * s.tokens)
     kept = _kept(f)
 
     b = Tape(kept)
     b.make("gathered weights", unit.gathered_weights)
     b.make("whole gradients", unit.whole_gradients)
+    b.rename("logits", "logits' gradient")
+    b.free("row statistics")
     _column_backward(b, s, "head input", "logits' gradient")
-    b.free("loss mask", "gathered weights")
+    b.free("gathered weights")
     b.make("reduced gradients", unit.reduced_gradients)
     b.free("reduced gradients", "whole gradients")
     _norm_backward(b, s, "input")
-    b.rename("source's gradient", "gradient")
     b.free("gradient")
     return Block(kept, Pass.of(f), Pass.of(b), {"head input": s.slice, "logits' gradient": s.logits})
 
@@ -110,59 +104,48 @@ def head_block(s: Sizes, unit: Unit) -> Block:
 
 
 def _layer_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
+    t.make("attention input", s.slice)
     _attention_forward(t, s, keep=keep and "attention" not in s.recompute)
+    t.make("mlp residual", s.slice)
+    t.make("mlp input", s.slice)
+    t.free("attended")
+    if not keep or {"norm", "attention"} & s.recompute:
+        t.free("attention input")
     _mlp_forward(t, s, keep=keep and "mlp" not in s.recompute)
+    t.make("output", s.slice)
+    t.free("down")
+    if not keep or {"norm", "mlp"} & s.recompute:
+        t.free("mlp input")
     if not keep:
         t.free("mlp residual")
 
 
 def _attention_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
-    """Without `keep` nothing is saved: a tensor goes when the last operation that reads it is done."""
-    t.make("attention input", s.slice)
+    """From the norm's output. Without `keep` nothing is saved: what the function holds goes when it returns."""
     _gather(t, s)
     t.make("query-key-value", s.qkv)
     t.free("gathered input")
-    if not keep or "norm" in s.recompute:
-        t.free("attention input")
-    for name, size in (("queries", s.query), ("keys", s.key_value)):
-        t.make("times cosine", size)
-        t.make("negated half", size // 2)
-        t.make("rotated half", size)
-        t.free("negated half")
-        t.make("times sine", size)
-        t.free("rotated half")
-        t.make(name, size)
-        t.free("times cosine", "times sine")
-    t.make("values", s.key_value)
+    # Queries, keys and values are the product itself, rotated in place.
     t.make("attention output", s.query)
     t.make("logsumexp", s.logsumexp)
     if not keep:
-        t.free("queries", "keys", "values", "logsumexp")
+        t.free("logsumexp")
     _row_output(t, s, "attended")
-    t.free("query-key-value")
     if not keep:
-        t.free("attention output")
-    t.make("mlp residual", s.slice)
-    t.free("attended")
+        t.free("query-key-value", "attention output")
 
 
 def _mlp_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
-    t.make("mlp input", s.slice)
+    """From the norm's output, likewise."""
     _gather(t, s)
     t.make("gate and up", s.gate_up)
     t.free("gathered input")
-    if not keep or "norm" in s.recompute:
-        t.free("mlp input")
-    t.make("silu of gate", s.ffn)
     t.make("product", s.ffn)
-    t.free("silu of gate")
     _row_output(t, s, "down")
     if not keep or "swiglu" in s.recompute:
         t.free("product")
     if not keep:
         t.free("gate and up")
-    t.make("output", s.slice)
-    t.free("down")
 
 
 def _gather(t: Tape, s: Sizes) -> None:
@@ -186,43 +169,27 @@ def _row_output(t: Tape, s: Sizes, name: str) -> None:
 def _mlp_backward(t: Tape, s: Sizes) -> None:
     """From `gradient` of the layer's output to `gradient` of what attention gave."""
     if "mlp" in s.recompute:
+        t.make("mlp input", s.slice)
         _mlp_forward(t, s, keep=True)
-        t.free("output")
+        t.free("down", *(("mlp input",) if "norm" in s.recompute else ()))
     t.make("gathered gradient", s.gathered)
     if "swiglu" in s.recompute:
-        t.make("silu of gate", s.ffn)
         t.make("product", s.ffn)
-        t.free("silu of gate")
     t.make("product's gradient", s.ffn)
     t.free("gathered gradient", "product")
-    # grad * up * sigmoid * (1 + gate * (1 - sigmoid)), then grad * gate * sigmoid, then both side by side.
-    t.make("sigmoid", s.ffn)
-    t.make("a", s.ffn)
-    t.make("b", s.ffn)
-    t.free("a")
-    t.make("c", s.ffn)
-    t.make("d", s.ffn)
-    t.free("c")
-    t.make("e", s.ffn)
-    t.free("d")
-    t.make("gate's gradient", s.ffn)
-    t.free("b", "e")
-    t.make("a", s.ffn)
-    t.make("up's gradient", s.ffn)
-    t.free("a")
     t.make("projected gradient", s.gate_up)
-    t.free("gate's gradient", "up's gradient", "sigmoid", "product's gradient", "gate and up")
+    t.free("product's gradient", "gate and up")
     if "norm" in s.recompute:
         t.make("mlp input", s.slice)
     _column_backward(t, s, "mlp input", "projected gradient")
     _norm_backward(t, s, "mlp residual")
-    _join_residual(t, s)
 
 
 def _attention_backward(t: Tape, s: Sizes) -> None:
     if "attention" in s.recompute:
+        t.make("attention input", s.slice)
         _attention_forward(t, s, keep=True)
-        t.free("mlp residual")
+        t.free("attended", *(("attention input",) if "norm" in s.recompute else ()))
     t.make("gathered gradient", s.gathered)
     t.make("attention output's gradient", s.query)
     t.free("gathered gradient")
@@ -232,21 +199,12 @@ def _attention_backward(t: Tape, s: Sizes) -> None:
     t.make("keys' gradient", s.key_value)
     t.make("values' gradient", s.key_value)
     t.free("attention scratch", "attention output's gradient", *_ATTENTION)
-    for name, size in (("keys'", s.key_value), ("queries'", s.query)):
-        t.make("times sine", size)
-        t.make("rotated back", size)
-        t.free("times sine")
-        t.make("times cosine", size)
-        t.make("turned", size)
-        t.free("times cosine", "rotated back", f"{name} gradient")
-        t.rename("turned", f"{name} gradient")
     t.make("projected gradient", s.qkv)
     t.free("queries' gradient", "keys' gradient", "values' gradient")
     if "norm" in s.recompute:
         t.make("attention input", s.slice)
     _column_backward(t, s, "attention input", "projected gradient")
     _norm_backward(t, s, "input")
-    _join_residual(t, s)
 
 
 def _column_backward(t: Tape, s: Sizes, kept: str, gradient: str) -> None:
@@ -262,17 +220,10 @@ def _column_backward(t: Tape, s: Sizes, kept: str, gradient: str) -> None:
 
 
 def _norm_backward(t: Tape, s: Sizes, source: str) -> None:
-    """The norm is computed again for its backward."""
-    t.make("normed again", s.slice)
+    """Of a norm, or of a norm and the residual stream beside it: one gradient out of both."""
     t.make("source's gradient", s.slice)
-    t.free("normed again", "normed gradient", source)
-
-
-def _join_residual(t: Tape, s: Sizes) -> None:
-    """The gradients of the norm and of the residual stream are added."""
-    t.make("sum", s.slice)
-    t.free("source's gradient", "gradient")
-    t.rename("sum", "gradient")
+    t.free("normed gradient", source, "gradient")
+    t.rename("source's gradient", "gradient")
 
 
 def _kept(t: Tape) -> dict[str, int]:

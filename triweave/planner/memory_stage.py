@@ -150,7 +150,7 @@ def components_of(peak: Peak, others: list[tuple[Mapping[str, int], int]]) -> Co
 
 
 _LOSS = ("logits", "logits' gradient", "probabilities", "float32 logits", "loss gradient", "float32 gradient", "slices")
-_LOSS_ALSO = ("gathered logits", "loss mask", "head input", "normalised head input")
+_LOSS_ALSO = ("gathered logits", "loss mask", "row statistics", "head input", "normalised head input")
 
 
 def _component(name: str, *, kept: bool) -> str:

@@ -176,7 +176,9 @@ def _comparing_outputs(engine: Engine, file: Any, errors: Errors, num_micro_batc
     seen: dict[str, int] = {}
 
     def compare(name: str) -> Any:
-        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+        def hook(_: nn.Module, __: Any, output: Tensor | tuple[Tensor, Tensor]) -> None:
+            if isinstance(output, tuple):  # a norm that also passes the residual stream on
+                output = output[1]
             number = first + seen.get(name, 0)
             seen[name] = seen.get(name, 0) + 1
             theirs = file.get_tensor(f"output.{name}.{number}").transpose(0, 1)  # [seq, batch, ...]

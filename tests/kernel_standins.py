@@ -1,0 +1,131 @@
+"""Stand-ins for the Triton kernels: the same functions in torch, float64 inside, one rounding at the end.
+
+They let the layers' kernel path run where there is neither a GPU nor Triton. What they compute on the way is hidden
+from dispatch modes, as what a kernel holds in registers is from the allocator: only results are seen to be made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+from unittest.mock import patch
+
+import numpy
+import torch
+from packaging.version import Version
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+INTERPRETED = (
+    os.environ.get("TRITON_INTERPRET") == "1"
+    and find_spec("triton") is not None
+    and Version(numpy.__version__) < Version("2.4")
+)
+"""Whether the Triton kernels run on the CPU. Triton 3.6 takes int() of an array there, which numpy 2.4 refuses."""
+
+OPERATIONS = ("norm", "swiglu", "rotary", "cross_entropy")
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs (i, i + head_dim/2) turned by their angle."""
+    first, second = x.chunk(2, -1)
+    c, s = (table.double().chunk(2, -1)[0] for table in (cos, sin))
+    return torch.cat((first * c - second * s, second * c + first * s), -1)
+
+
+def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    with _disable_current_modes():
+        out.copy_(torch.nn.functional.rms_norm(x.double(), weight.shape, weight.double(), eps))
+    return out
+
+
+def add_and_normalize(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    stream = x + update
+    return stream, normalize(stream, weight, eps)
+
+
+def norm_backward(
+    grad_normed: Tensor, grad_stream: Tensor | None, stream: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    grad, grad_weight = torch.empty_like(stream), torch.empty_like(weight, dtype=torch.float32)
+    with _disable_current_modes(), torch.enable_grad():
+        x, w = stream.double().requires_grad_(), weight.double().requires_grad_()
+        normed = torch.nn.functional.rms_norm(x, w.shape, w, eps)
+        ours, of_weight = torch.autograd.grad(normed, (x, w), grad_normed.double())
+        grad.copy_(ours if grad_stream is None else ours + grad_stream)
+        grad_weight.copy_(of_weight)
+    return grad, grad_weight
+
+
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    product = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+    with _disable_current_modes():
+        gate, up = gate_up.double().chunk(2, -1)
+        product.copy_(torch.nn.functional.silu(gate) * up)
+    return product
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    result = torch.empty_like(gate_up)
+    with _disable_current_modes(), torch.enable_grad():
+        x = gate_up.double().requires_grad_()
+        gate, up = x.chunk(2, -1)
+        result.copy_(torch.autograd.grad(torch.nn.functional.silu(gate) * up, x, grad.double())[0])
+    return result
+
+
+def rotate_in_place(heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> None:
+    with _disable_current_modes():
+        part = heads[:, :, :num_rotated]
+        part.copy_(rotated(part.double(), cos, sin))
+
+
+def gather_rotated_back(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    heads = grad_q.shape[2] + 2 * grad_k.shape[2]
+    gathered = grad_q.new_empty((*grad_q.shape[:2], heads * grad_q.shape[-1]))
+    with _disable_current_modes():
+        turned = [rotated(grad.double(), cos, -sin) for grad in (grad_q, grad_k)]
+        gathered.copy_(torch.cat((*turned, grad_v.double()), dim=2).flatten(2))
+    return gathered
+
+
+def logit_statistics(logits: Tensor, local_targets: Tensor, num_valid: int) -> tuple[Tensor, Tensor, Tensor]:
+    highest, total, target = torch.empty((3, *logits.shape[:-1]), dtype=torch.float32)
+    with _disable_current_modes():
+        scores = logits.double()
+        scores[..., num_valid:] = -torch.inf
+        highest.copy_(scores.amax(-1))
+        finite = highest.masked_fill(highest == -torch.inf, 0).unsqueeze(-1)
+        total.copy_((scores - finite).exp().sum(-1))
+        here = (local_targets >= 0) & (local_targets < logits.shape[-1])
+        column = local_targets.masked_fill(~here, 0).unsqueeze(-1)
+        target.copy_(logits.gather(-1, column).squeeze(-1).masked_fill(~here, 0))
+    return highest, total, target
+
+
+def logits_to_gradient(
+    logits: Tensor, local_targets: Tensor, num_valid: int, highest: Tensor, total: Tensor, scale: Tensor
+) -> None:
+    with _disable_current_modes():
+        probability = (logits.double() - highest.unsqueeze(-1)).exp() / total.unsqueeze(-1)
+        columns = torch.arange(logits.shape[-1])
+        gradient = (probability - (columns == local_targets.unsqueeze(-1)).double()) * scale.unsqueeze(-1)
+        logits.copy_(gradient.masked_fill(columns >= num_valid, 0))
+
+
+@contextmanager
+def kernel_path(*, stand_ins: bool) -> Iterator[None]:
+    """Inside, the layers call their kernels on whatever device: these stand-ins, or the Triton kernels themselves."""
+    with ExitStack() as stack:
+        for name in OPERATIONS:
+            stack.enter_context(patch(f"triweave.layers.{name}.uses_kernels", lambda _: True))
+        if stand_ins:
+            module = ModuleType("stand-ins")
+            module.__dict__.update(globals())
+            stack.enter_context(patch.dict(sys.modules, {f"triweave.kernels.{name}": module for name in OPERATIONS}))
+        yield

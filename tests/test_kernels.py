@@ -1,0 +1,193 @@
+"""The Triton kernels against float64 formulas and torch's own autograd, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from kernel_standins import INTERPRETED
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if not INTERPRETED and (DEVICE == "cpu" or find_spec("triton") is None):
+    pytest.skip("neither a GPU with Triton nor Triton's interpreter", allow_module_level=True)
+
+from triweave.kernels import cross_entropy, norm, rotary, swiglu  # noqa: E402
+from triweave.layers.rotary import Rotation  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+EPS = 1e-5
+DTYPES = [torch.float32, torch.bfloat16]
+ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8 if DEVICE == "cuda" else 2.0**-7}
+"""Relative error of one rounding, a little more in float32 for what is computed on the way. The interpreter cuts bits
+off where a GPU rounds to nearest."""
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, std: float = 1.0) -> Tensor:
+    """Numbers that follow the seed alone."""
+    return (std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(DEVICE, dtype)
+
+
+def near(ours: Tensor, theirs: Tensor, slack: float = 1.0) -> None:
+    """Each number is the float64 result, rounded once to its type; sums may lose a few units of the largest number."""
+    rounding = ROUNDING[ours.dtype] * slack
+    largest = theirs.abs().max().item()
+    few = 2.0**-20 * largest if ours.dtype is torch.float32 else 2.0**-16 * largest
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=rounding, atol=few * slack)
+
+
+ROWS_AND_WIDTHS = [(1, 16), (5, 48), (7, 64), (3, 1000), (2, 2050)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "hidden"), ROWS_AND_WIDTHS)
+def test_norm_is_the_formula(rows: int, hidden: int, dtype: torch.dtype) -> None:
+    """Norm, stream and all gradients are float64's rounded once, for widths that fill a block and that do not."""
+    x, update = random(rows, 1, hidden, dtype=dtype), random(rows, 1, hidden, seed=1, dtype=dtype)
+    weight = random(hidden, seed=2, dtype=dtype)
+    grad_normed, grad_stream = (random(rows, 1, hidden, seed=seed, dtype=dtype) for seed in (3, 4))
+
+    stream, normed = norm.add_and_normalize(x, update, weight, EPS)
+    near(stream, x.double() + update.double())
+    assert torch.equal(normed, norm.normalize(stream, weight, EPS))
+    whole, gain = stream.double().requires_grad_(), weight.double().requires_grad_()
+    expected = rms_norm(whole, gain.shape, gain, EPS)
+    near(normed, expected.detach())
+
+    (of_norm, of_weight) = torch.autograd.grad(expected, (whole, gain), grad_normed.double())
+    for beside in (None, grad_stream):
+        grad, grad_weight = norm.norm_backward(grad_normed, beside, stream, weight, EPS)
+        near(grad, of_norm if beside is None else of_norm + beside.double())
+        assert grad_weight.dtype is torch.float32
+        near(grad_weight, of_weight, slack=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), ROWS_AND_WIDTHS)
+def test_swiglu_is_the_formula(rows: int, width: int, dtype: torch.dtype) -> None:
+    """SwiGLU and its gradient are float64's rounded once."""
+    gate_up = random(rows, 1, 2 * width, dtype=dtype, std=3)
+    upstream = random(rows, 1, width, seed=1, dtype=dtype)
+    whole = gate_up.double().requires_grad_()
+    gate, up = whole.chunk(2, -1)
+    expected = silu(gate) * up
+    near(swiglu.swiglu_forward(gate_up), expected.detach(), slack=2)
+    (gradient,) = torch.autograd.grad(expected, whole, upstream.double())
+    near(swiglu.swiglu_backward(upstream, gate_up), gradient, slack=2)
+
+
+HEADS = [(4, 2, 8), (6, 3, 10), (5, 1, 64), (20, 5, 16)]
+
+
+def angles(seq: int, batch: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[seq, batch, 1, head_dim]`, both halves alike."""
+    half = random(seq, batch, 1, head_dim // 2, seed=9, std=3)
+    angle = torch.cat((half, half), -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+def test_rotary_is_the_formula(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Queries and keys are rotated in place and values left; gradients in any memory order are rotated back."""
+    seq, batch = 3, 2
+    cos, sin = angles(seq, batch, head_dim, dtype)
+    rotation = Rotation(cos.double(), sin.double())
+    qkv = random(seq, batch, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    expected = torch.cat((rotation(qkv[:, :, : heads + kv_heads].double()), qkv[:, :, heads + kv_heads :].double()), 2)
+    rotary.rotate_in_place(qkv, heads + kv_heads, cos, sin)
+    near(qkv, expected, slack=2)
+    assert torch.equal(qkv[:, :, heads + kv_heads :].double(), expected[:, :, heads + kv_heads :])
+
+    def grads(order: tuple[int, ...]) -> list[Tensor]:
+        shapes = [(seq, batch, count, head_dim) for count in (heads, kv_heads, kv_heads)]
+        made = [random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
+        inverse = tuple(order.index(dim) for dim in range(4))
+        return [grad.permute(order).contiguous().permute(inverse) for grad in made]
+
+    for order in [(0, 1, 2, 3), (1, 2, 0, 3), (1, 0, 2, 3), (3, 0, 1, 2)]:
+        q, k, v = grads(order)
+        back = rotation.inverse()
+        theirs = torch.cat((back(q.double()), back(k.double()), v.double()), 2).flatten(2)
+        near(rotary.gather_rotated_back(q, k, v, cos, sin), theirs, slack=2)
+
+
+def test_one_table_serves_every_sequence() -> None:
+    """Angles that all sequences of a micro-batch share may be given once."""
+    cos, sin = angles(3, 1, 8, torch.float32)
+    qkv = random(3, 2, 4, 8)
+    once = qkv.clone()
+    rotary.rotate_in_place(once, 3, cos, sin)
+    rotary.rotate_in_place(qkv, 3, cos.repeat(1, 2, 1, 1), sin.repeat(1, 2, 1, 1))
+    assert torch.equal(once, qkv)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("std", [0.1, 10.0, 1e4])
+@pytest.mark.parametrize(
+    ("columns", "num_valid"), [(1, 1), (7, 7), (64, 60), (64, 0), (4096, 4096), (5000, 4500), (8200, 8192)]
+)
+def test_cross_entropy_is_the_formula(columns: int, num_valid: int, std: float, dtype: torch.dtype) -> None:
+    """Statistics and gradient are float64's whatever padding holds, for targets here, on another rank and ignored."""
+    logits = random(4, 1, columns, dtype=dtype, std=std)
+    logits[..., num_valid:] = 7e4
+    last = max(num_valid - 1, 0)
+    targets = torch.tensor([[0], [last], [-100], [columns]], device=DEVICE)
+    if num_valid == 0:
+        targets -= 2 * columns  # no token is in the padding
+    scale = torch.tensor([[0.5], [0.25], [0.0], [2.0]], device=DEVICE)
+
+    highest, total, target = cross_entropy.logit_statistics(logits, targets, num_valid)
+    scores = logits.double()
+    here = [scores[0, 0, 0], scores[1, 0, last]] if num_valid else scores.new_zeros(2)
+    assert torch.equal(target.double(), torch.stack([*here, *scores.new_zeros(2)]).unsqueeze(1))
+    if num_valid == 0:
+        assert torch.equal(highest, torch.full_like(highest, -torch.inf))
+        assert torch.equal(total, torch.zeros_like(total))
+        highest, total = torch.ones_like(highest), torch.ones_like(total)
+    else:
+        valid = scores[..., :num_valid]
+        assert torch.equal(highest.double(), valid.amax(-1))
+        torch.testing.assert_close(total.double(), (valid - valid.amax(-1, True)).exp().sum(-1), rtol=1e-5, atol=0)
+
+    one_hot = torch.arange(columns, device=DEVICE) == targets.unsqueeze(-1)
+    expected = torch.zeros_like(scores)
+    if num_valid:
+        expected[..., :num_valid] = scores[..., :num_valid].softmax(-1) - one_hot[..., :num_valid].double()
+    version = logits._version
+    cross_entropy.logits_to_gradient(logits, targets, num_valid, highest, total, scale)
+    assert logits._version > version, "autograd would not notice that the logits are gone"
+    rounding = 1e-5 if dtype is torch.float32 else ROUNDING[dtype]
+    # Exponentials of float32 differences: 1e-6 of the largest probability.
+    torch.testing.assert_close(logits.double(), expected * scale.unsqueeze(-1), rtol=rounding, atol=2e-6)
+
+
+def results(seed: int) -> list[Tensor]:
+    """What every kernel makes of numbers that follow the seed."""
+    dtype, cos_sin = torch.bfloat16, angles(5, 1, 8, torch.bfloat16)
+    x, y, w = (random(5, 1, 96, seed=seed + n, dtype=dtype) for n in range(3))
+    qkv, logits = x.clone().view(5, 1, 12, 8), y.clone()
+    rotary.rotate_in_place(qkv, 9, *cos_sin)
+    targets = torch.arange(5, device=DEVICE).unsqueeze(1)
+    statistics = cross_entropy.logit_statistics(logits, targets, 90)
+    cross_entropy.logits_to_gradient(logits, targets, 90, *statistics[:2], torch.ones_like(statistics[0]))
+    heads = x.view(5, 1, 12, 8)
+    return [
+        *norm.add_and_normalize(x, y, w[0, 0], EPS),
+        *norm.norm_backward(x, y, w, w[0, 0], EPS),
+        swiglu.swiglu_forward(x),
+        swiglu.swiglu_backward(y[..., :48], x),
+        qkv,
+        rotary.gather_rotated_back(*heads.split((6, 3, 3), 2), *cos_sin),
+        *statistics,
+        logits,
+    ]
+
+
+def test_same_inputs_give_the_same_bits() -> None:
+    """Repeats are bit-identical, and other inputs give other bits."""
+    once, again, other = results(0), results(0), results(50)
+    assert all(torch.equal(*pair) for pair in zip(once, again, strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(once, other, strict=True))
