@@ -88,6 +88,19 @@ def finish(pending: Pending) -> Tensor:
     return result
 
 
+def sum_parts(parts: list[Tensor]) -> Tensor:
+    """Sum one part a rank, in rank order, rounded once: the same bits on every run.
+
+    More than two parts of a 16-bit type are summed in float32; a sum of two is rounded once anyway.
+    """
+    if len(parts) == 2:
+        return parts[0] + parts[1]
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
+
+
 def _my_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     size = x.shape[dim] // group.size
     return x.narrow(dim, group.rank * size, size)
