@@ -98,7 +98,7 @@ class Bench:
     def sync(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        dist.barrier(self.group.handle)
+        dist.barrier(self.group.handle, device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def worst(self, value: float) -> float:
         """The largest of all ranks' values."""
@@ -450,7 +450,7 @@ def measure(options: argparse.Namespace, process: Process) -> int:
     with process_group(process, device, runtime.timeout_s):
         group = Group(tuple(range(process.world_size)), process.rank, dist.group.WORLD)
         bench = Bench(group, device, options.small, options.out, watchdog)
-        dist.barrier()
+        bench.sync()
         overlapped = overlapping(bench)
         for name in options.sections.split(","):
             watchdog.begin(name)

@@ -41,9 +41,11 @@ class CopyEngines:
     staged: tuple[Tensor, ...]
     """Bytes of the slice that each rank, this one too, gives to its peers."""
     received: tuple[Tensor, ...]
-    """Bytes here of the slice from each rank; this one's own is not used."""
+    """Bytes here of the slice from each rank."""
     places: tuple[Tensor, ...]
-    """Bytes, at each rank, of the slice from this one; at this one not used."""
+    """Bytes, at each rank, of the slice from this one."""
+    owners: tuple[object, ...] = ()
+    """What keeps that memory mapped: the tensors above only point into it."""
     name: str = "overlapped with products, by copy engines"
 
     @property
@@ -183,13 +185,11 @@ def copy_engines(group: Group, device: torch.device, slice_bytes: int) -> CopyEn
     flags = torch.tensor(first_values(group.size), dtype=torch.int32, device=device)
     mine[: flags.nbytes].view(torch.int32).copy_(flags)
     torch.cuda.synchronize(device)
-    dist.barrier(group.handle)  # no flag is raised before all have their first value
+    dist.barrier(group.handle, device_ids=[device.index])  # no flag is raised before all have their first value
 
-    def room(holder: int, number: int) -> Tensor:
-        return handle.get_buffer(holder, (slice_bytes,), torch.uint8, FLAG_BYTES + number * slice_bytes)
-
-    def place(holder: int, sender: int) -> Tensor:
-        return room(holder, 1 + (sender if sender < holder else sender - 1) % (group.size - 1))
+    def room(holder: int, sender: int) -> Tensor:
+        offset = FLAG_BYTES + room_number(holder, sender) * slice_bytes
+        return handle.get_buffer(holder, (slice_bytes,), torch.uint8, offset)
 
     ranks = range(group.size)
     addresses = tuple(handle.get_buffer(rank, (FLAG_BYTES,), torch.uint8, 0).data_ptr() for rank in ranks)
@@ -197,7 +197,15 @@ def copy_engines(group: Group, device: torch.device, slice_bytes: int) -> CopyEn
         group,
         torch.cuda.Stream(device, priority=-1),
         driver_flags(addresses, group.rank),
-        staged=tuple(room(rank, 0) for rank in ranks),
-        received=tuple(place(group.rank, rank) for rank in ranks),
-        places=tuple(place(rank, group.rank) for rank in ranks),
+        staged=tuple(room(rank, rank) for rank in ranks),
+        received=tuple(room(group.rank, rank) for rank in ranks),
+        places=tuple(room(rank, group.rank) for rank in ranks),
+        owners=(mine, handle),
     )
+
+
+def room_number(holder: int, sender: int) -> int:
+    """Which of the rooms in the holder's buffer is the sender's: the first is the holder's own, for all to take."""
+    if sender == holder:
+        return 0
+    return 1 + sender if sender < holder else sender
