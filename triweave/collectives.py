@@ -5,8 +5,8 @@ Each docstring gives the type of the tensor over the tensor-parallel ranks, in a
 f and g are the letters of Shoeybi et al. (1909.08053), f-bar and g-bar those of Korthikanti et al. (2205.05198).
 Dimension 0 of an activation is the sequence: `[seq, batch, hidden]`.
 
-`layers/linear.py` folds f and g-bar into its products, to overlap them with the products' own work; here they stand
-alone, for layers that have no product to fold them into.
+`layers/linear.py` folds them into its products, over a `triweave.transport`, to hide them behind the products' own
+work; here they stand alone, for layers that have no product to fold them into.
 """
 
 from __future__ import annotations

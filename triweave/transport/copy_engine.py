@@ -1,4 +1,4 @@
-"""Slices copied between the GPUs of one node by their copy engines, beside the products and at no cost to them.
+"""Slices copied between the GPUs of one node by their copy engines: no product gives up a multiprocessor for it.
 
 Each rank has a buffer that its peers see (torch's symmetric memory): flags, one slice that peers take from it, and a
 place for one slice from each peer. One stream a rank does all the moving:
@@ -174,6 +174,7 @@ def copy_engines(group: Group, device: torch.device, slice_bytes: int) -> CopyEn
 
     Raises:
         RuntimeError: the GPUs cannot reach each other's memory.
+        OSError: there is no CUDA driver here.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
