@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from triweave.config.schema import DataConfig, ModelConfig, OptimizerConfig, Run
+from triweave.groups import Group
 from triweave.layers.attention import Documents
 from triweave.layers.cross_entropy import IGNORE
 from triweave.layout import Layout, even_layers
 from triweave.llama import StageInput
 from triweave.model_spec import spec_from_folder
+from triweave.training import engine as engines
 from triweave.training.engine import Engine, build_engine
 from triweave.training.step import Batch
+from triweave.transport.messages import Messages
 from triweave.verify.compare import Tolerance, Verdict, compare_with_reference
 from triweave.verify.reference import Reference, Sample, compute_reference
 
@@ -72,6 +77,17 @@ def local_batch(samples: list[Sample], layout: Layout, dp_rank: int) -> Batch:
     mine = samples[dp_rank * count : (dp_rank + 1) * count]
     trained = sum(int((sample.targets != IGNORE).sum()) for sample in samples)
     return Batch([sample.inputs for sample in mine], [sample.targets for sample in mine], trained)
+
+
+@contextmanager
+def in_pieces() -> Iterator[None]:
+    """Products in pieces that travel as messages, instead of a collective before or after each."""
+
+    def choose(wanted: str, group: Group, *rest: Any) -> Messages:
+        return Messages(group)
+
+    with patch.object(engines, "choose_transport", choose):
+        yield
 
 
 def verify_on_rank(

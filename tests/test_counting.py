@@ -30,6 +30,7 @@ from triweave.llama import DecoderLayer
 from triweave.model_spec import ModelSpec, spec_from_folder
 from triweave.parameters import has_tied_copy, holds_embedding, holds_head, kv_replicas
 from triweave.training.step import evaluate_step, train_step
+from triweave.transport.messages import Messages
 from triweave.verify.reference import Sample
 
 SEQ = 8
@@ -76,10 +77,19 @@ class Recorder(TorchDispatchMode):
 
 
 def count_layer(
-    rank: int, size: int, sequence_parallel: bool, recompute: tuple[Recompute, ...], splits: bool
+    rank: int,
+    size: int,
+    sequence_parallel: bool,
+    recompute: tuple[Recompute, ...],
+    splits: bool,
+    messages: bool = False,
 ) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Kinds of calls of one layer, forward, backward and later; each moves one activation of the whole sequence."""
-    tp = TensorParallel(Group(tuple(range(size)), rank, dist.group.WORLD), sequence_parallel)
+    """Kinds of calls of one layer, forward, backward and later.
+
+    Each moves one activation of the whole sequence; a message, one rank's slice of it.
+    """
+    group = Group(tuple(range(size)), rank, dist.group.WORLD)
+    tp = TensorParallel(group, sequence_parallel, chosen=Messages(group) if messages else None)
     layer = DecoderLayer(SPEC, tp, AttentionKernel(), recompute)
     for parameter in layer.parameters():
         torch.nn.init.ones_(parameter)
@@ -93,7 +103,9 @@ def count_layer(
         for one in work:
             one()
     halves = (forward.calls, backward.calls, later.calls)
-    assert {nbytes for calls in halves for _, _, nbytes in calls} == {4 * SEQ * SPEC.hidden_size}
+    assert {nbytes for calls in halves for _, _, nbytes in calls} == {
+        4 * SEQ * SPEC.hidden_size // (size if messages else 1)
+    }
     counted = [Counter(kind for kind, _, _ in calls) for calls in halves]
     return counted[0], counted[1], counted[2]
 
@@ -125,6 +137,23 @@ def test_split_backward_gathers_late(ranks: Ranks) -> None:
     """Where a schedule splits backward, inputs are gathered in the weight half and not held until then."""
     forward = backward = Counter({"all-gather": 2, "reduce-scatter": 2})
     assert ranks.run(2, count_layer, 2, True, (), True) == [(forward, backward, Counter({"all-gather": 2}))] * 2
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("recompute", "again"), [((), 0), (("layer",), 3)])
+def test_overlapped_layer_moves_the_same_bytes(
+    ranks: Ranks, size: int, recompute: tuple[Recompute, ...], again: int
+) -> None:
+    """Done in pieces, each gather and scatter of a layer is one message to and from every peer, and none beside."""
+
+    def messages(times: int) -> Counter[str]:
+        return Counter({"send": times * (size - 1), "receive": times * (size - 1)})
+
+    at_once = ranks.run(size, count_layer, size, True, recompute, False, True)
+    assert at_once == [(messages(4), messages(6 + again), Counter())] * size
+    if not recompute:
+        split = ranks.run(size, count_layer, size, True, recompute, True, True)
+        assert split == [(messages(4), messages(4), messages(2))] * size
 
 
 # --- a whole step -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ranks import Ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding, linear
 
+from triweave import overlap
 from triweave.gradients import WeightGradients, main_grad
 from triweave.groups import Group
 from triweave.layers.cross_entropy import IGNORE, vocab_parallel_cross_entropy
@@ -23,15 +25,17 @@ from triweave.layers.swiglu import SwiGLU, swiglu
 from triweave.layers.tensor_parallel import TensorParallel
 from triweave.model_spec import ModelSpec
 from triweave.parameters import vocab_rows
+from triweave.transport.messages import Messages
 
 SEQ, BATCH, HIDDEN, WIDE = 8, 3, 12, 20
 SPEC = ModelSpec(300, 64, 96, 1, 8, 4, 8)
 BF16_EPS = 2.0**-8
 
 
-def tensor_parallel(rank: int, size: int, sequence_parallel: bool = False) -> TensorParallel:
+def tensor_parallel(rank: int, size: int, sequence_parallel: bool = False, messages: bool = False) -> TensorParallel:
     """All ranks as one tensor-parallel group."""
-    return TensorParallel(Group(tuple(range(size)), rank, dist.group.WORLD), sequence_parallel)
+    group = Group(tuple(range(size)), rank, dist.group.WORLD)
+    return TensorParallel(group, sequence_parallel, chosen=Messages(group) if messages else None)
 
 
 def random(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
@@ -54,9 +58,20 @@ def near(ours: Tensor | None, theirs: Tensor | None, rtol: float = 1e-5, atol: f
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def check_linears(rank: int, size: int, sequence_parallel: bool, dtype: torch.dtype) -> None:
-    """Both products against `torch.nn.functional.linear`: output, input gradient, summed weight gradients."""
-    tp = tensor_parallel(rank, size, sequence_parallel)
+def check_linears(
+    rank: int, size: int, sequence_parallel: bool, dtype: torch.dtype, piece_tokens: int | None = None
+) -> None:
+    """Both products against `torch.nn.functional.linear`: output, input gradient, summed weight gradients.
+
+    With `piece_tokens` they are done in pieces of at least so many rows.
+    """
+    with patch.object(overlap, "MIN_PIECE_TOKENS", piece_tokens):
+        check_both(rank, tensor_parallel(rank, size, sequence_parallel, piece_tokens is not None), dtype)
+
+
+def check_both(rank: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+    """Both products of a group against torch."""
+    size, sequence_parallel = tp.size, tp.sequence_parallel
     # In bfloat16 every product is rounded once, and what ranks add up, or hand on, once more.
     tolerance = 1e-5 if dtype is torch.float32 else 4 * BF16_EPS
     for kind in ("column", "row"):
@@ -109,6 +124,13 @@ def test_products_equal_linear(ranks: Ranks, size: int, sequence_parallel: bool,
     ranks.run(size, check_linears, size, sequence_parallel, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("size", "piece_tokens"), [(2, 1), (4, 1), (4, 2 * SEQ // 4 * BATCH), (4, 2048)])
+def test_products_in_pieces_equal_linear(ranks: Ranks, size: int, piece_tokens: int, dtype: torch.dtype) -> None:
+    """Products that are done piece by piece, a rank's slice or several at a time, give torch's results too."""
+    ranks.run(size, check_linears, size, True, dtype, piece_tokens)
+
+
 def test_gradients_are_summed_in_float32() -> None:
     """A hundred bfloat16 gradients add up to a hundred times one; in bfloat16 the sum would stop growing."""
     layer = ColumnParallelLinear(HIDDEN, WIDE, TensorParallel(), bias=True).bfloat16()
@@ -127,9 +149,9 @@ def test_gradients_are_summed_in_float32() -> None:
     assert (drifted.float() - 100 * once[0]).norm() > 0.01 * (100 * once[0]).norm()
 
 
-def check_deferring(rank: int, size: int) -> None:
+def check_deferring(rank: int, size: int, messages: bool) -> None:
     """Weight work that is put off gives the same bits later, and nothing before it runs."""
-    tp = tensor_parallel(rank, size, sequence_parallel=size > 1)
+    tp = tensor_parallel(rank, size, sequence_parallel=size > 1, messages=messages)
     layers = torch.nn.ModuleList(
         [
             RMSNorm(HIDDEN, 1e-5, tp),
@@ -169,10 +191,10 @@ def check_deferring(rank: int, size: int) -> None:
         assert torch.equal(main_grad(parameter), whole)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_weight_gradients_can_wait(ranks: Ranks, size: int) -> None:
-    """Weight gradients that are put off come out bit for bit the same, whatever collectives they need."""
-    ranks.run(size, check_deferring, size)
+@pytest.mark.parametrize(("size", "messages"), [(1, False), (2, False), (2, True), (4, True)])
+def test_weight_gradients_can_wait(ranks: Ranks, size: int, messages: bool) -> None:
+    """Weight gradients that are put off come out bit for bit the same, whatever communication they need."""
+    ranks.run(size, check_deferring, size, messages)
 
 
 def test_order_of_weight_gradients() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-from parity import make_reference, make_samples, verify_on_rank
+from parity import in_pieces, make_reference, make_samples, verify_on_rank
 from ranks import Ranks
 from tiny_models import STYLES, tiny_llama
 
@@ -41,10 +43,18 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return Oracle(tmp_path_factory.mktemp("oracle"))
 
 
-def check(ranks: Ranks, oracle: Oracle, layout: Layout, *, packed: bool = False, **model: object) -> None:
+def check(
+    ranks: Ranks,
+    oracle: Oracle,
+    layout: Layout,
+    *,
+    packed: bool = False,
+    how: Callable[[], AbstractContextManager[None]] = nullcontext,
+    **model: object,
+) -> None:
     """Verify `layout` on a tiny model with these overrides."""
     folder, samples, reference = oracle.ask(model, 4 * layout.dp, layout.micro_batch, packed)
-    verdicts = ranks.run(layout.world_size, verify_on_rank, folder, layout, samples, reference)
+    verdicts = ranks.run(layout.world_size, verify_on_rank, folder, layout, samples, reference, how)
     assert verdicts[0].first_difference is None, (verdicts[0].to_json(), verdicts[0].outputs)
     assert len({verdict.layout_loss for verdict in verdicts}) == 1, "every rank reports the same global loss"
     assert len(verdicts[0].gradients) >= 5
@@ -86,6 +96,19 @@ LAYOUTS = {
 def test_layout_equals_one_process(ranks: Ranks, oracle: Oracle, layout: Layout) -> None:
     """Outputs, loss and every gradient agree with transformers on this layout."""
     check(ranks, oracle, layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=4, micro_batch=2, recompute=("layer",)),
+        Layout(tp=2, pp=2, dp=2, shard="full", schedule="zero-bubble", recompute=("norm", "swiglu")),
+    ],
+    ids=["tp4", "tp2-pp2-dp2-full-zero-bubble"],
+)
+def test_products_in_pieces_equal_one_process(ranks: Ranks, oracle: Oracle, layout: Layout) -> None:
+    """A model whose products are done piece by piece, each while others travel, is the same model."""
+    check(ranks, oracle, layout, how=in_pieces)
 
 
 STYLE_LAYOUTS = {

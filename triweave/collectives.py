@@ -5,8 +5,8 @@ Each docstring gives the type of the tensor over the tensor-parallel ranks, in a
 f and g are the letters of Shoeybi et al. (1909.08053), f-bar and g-bar those of Korthikanti et al. (2205.05198).
 Dimension 0 of an activation is the sequence: `[seq, batch, hidden]`.
 
-`layers/linear.py` folds f and g-bar into its products, to overlap them with the products' own work; here they stand
-alone, for layers that have no product to fold them into.
+`layers/linear.py` folds them into its products, over a `triweave.transport`, to hide them behind the products' own
+work; here they stand alone, for layers that have no product to fold them into.
 """
 
 from __future__ import annotations
@@ -86,6 +86,19 @@ def finish(pending: Pending) -> Tensor:
     if work is not None:
         work.wait()
     return result
+
+
+def sum_parts(parts: list[Tensor]) -> Tensor:
+    """Sum one part a rank, in rank order, rounded once: the same bits on every run.
+
+    More than two parts of a 16-bit type are summed in float32; a sum of two is rounded once anyway.
+    """
+    if len(parts) == 2:
+        return parts[0] + parts[1]
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
 
 
 def _my_slice(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -156,6 +156,8 @@ class RuntimeConfig:
     """Where it runs: NCCL on GPUs, gloo on the CPU. `auto` takes GPUs when every rank can have one."""
     timeout_s: int = 600
     """Seconds after which a rank that waits for the others gives up."""
+    overlap_tp: Literal["auto", "off"] = "auto"
+    """Tensor-parallel communication behind products: `auto` where GPUs can copy from one another (the log says)."""
     deterministic: bool = False
     """Use only kernels whose result does not depend on timing; slower."""
 

@@ -4,11 +4,13 @@ A column-parallel product splits its output features, a row-parallel one its inp
 follows the first with no communication between them (Shoeybi et al. 1909.08053). What is communicated, and when:
 
     sequence parallel      forward                 backward
-    column                 all-gather of x         all-gather of x again, reduce-scatter of dx
-    row                    reduce-scatter of y     all-gather of dy
+    column                 gather of x             gather of x again, scatter of dx
+    row                    scatter of y            gather of dy
     without it
     column                 -                       all-reduce of dx
     row                    all-reduce of y         -
+
+Here is when it starts and what is computed meanwhile; `products.py` cuts the products, `triweave.transport` carries.
 """
 
 from __future__ import annotations
@@ -17,19 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from triweave.collectives import (
-    Pending,
-    finish,
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence_parallel,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
 )
 from triweave.gradients import add_product, add_to_main_grad
+from triweave.layers.products import multiply_and_scatter, multiply_gathered
 from triweave.layers.tensor_parallel import TensorParallel
+from triweave.transport.interface import Gathering
 
 
 class ColumnParallelLinear(nn.Module):
@@ -51,7 +49,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[seq/tp, batch, in]` or `[seq, batch, in]` to `[seq, batch, out/tp]`."""
-        product: Tensor = _Linear.apply(x, self.weight, self.bias, self.tp, self.tp.size > 1)
+        product: Tensor = _Column.apply(x, self.weight, self.bias, self.tp)
         return product
 
 
@@ -69,8 +67,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[seq, batch, in/tp]` to `[seq/tp, batch, out]` or `[seq, batch, out]`."""
-        partial = _Linear.apply(x, self.weight, None, self.tp, False)
-        return combine_partial(partial, self.tp)
+        gradient_of_sum: list[Tensor] = []
+        x = _RowWeight.apply(x, self.weight, self.tp, gradient_of_sum)
+        total: Tensor = _Row.apply(x, self.weight, self.tp, gradient_of_sum)
+        return total
 
 
 def combine_partial(partial: Tensor, tp: TensorParallel) -> Tensor:
@@ -80,43 +80,72 @@ def combine_partial(partial: Tensor, tp: TensorParallel) -> Tensor:
     return reduce_from_tensor_parallel(partial, tp.group)
 
 
-class _Linear(torch.autograd.Function):
+class _Column(torch.autograd.Function):
     """The product, its input gradient now, its weight gradient now or in the schedule's weight half."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel, column_parallel: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
         ctx.save_for_backward(x)
         # Held as they are and not as saved tensors: sharding may free and refill the storage in between.
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-        ctx.column_parallel = column_parallel
-        if column_parallel and tp.sequence_parallel:
-            x = finish(start_all_gather(x, tp.group))
-        return linear(x, weight, bias)
+        gathering = tp.transport.gather(x, whole=False)
+        y = multiply_gathered(gathering, weight.t(), bias)
+        gathering.finish()
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        weight, bias, tp = ctx.weight, ctx.bias, ctx.tp
-        gather = ctx.column_parallel and tp.sequence_parallel
-        submit = tp.weight_gradients.submit
-        gathered: list[Pending] = []
+        weight, bias, transport = ctx.weight, ctx.bias, ctx.tp.transport
+        submit = ctx.tp.weight_gradients.submit
+        gathered: list[Gathering] = []
 
         def start_gather() -> None:
-            gathered.append(start_all_gather(x, tp.group) if gather else (x, None))
+            gathered.append(transport.gather(x, whole=True))
 
         def add_weight_gradient() -> None:
-            inputs = finish(gathered.pop())
-            add_product(weight, grad_output.flatten(0, -2), inputs.flatten(0, -2))
+            add_product(weight, grad_y.flatten(0, -2), gathered.pop().finish().flatten(0, -2))
             if bias is not None:
-                add_to_main_grad(bias, grad_output.flatten(0, -2).sum(0, dtype=torch.float32))
+                add_to_main_grad(bias, grad_y.flatten(0, -2).sum(0, dtype=torch.float32))
 
         submit(start_gather)
-        grad_x = grad_output @ weight
-        if not ctx.column_parallel:
-            submit(add_weight_gradient)
-            return grad_x, None, None, None, None
-        reduction = start_reduce_scatter(grad_x, tp.group) if gather else start_all_reduce(grad_x, tp.group)
+        grad_x = multiply_and_scatter(grad_y, weight, transport)
         submit(add_weight_gradient)
-        return finish(reduction), None, None, None, None
+        return grad_x.finish(), None, None, None
+
+
+class _Row(torch.autograd.Function):
+    """The product summed over ranks, and its input gradient. It leaves what it gathered to `_RowWeight`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel, gradient_of_sum: list[Tensor]) -> Tensor:
+        ctx.weight, ctx.tp, ctx.gradient_of_sum = weight, tp, gradient_of_sum
+        return multiply_and_scatter(x, weight.t(), tp.transport).finish()
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None, None]:
+        gathering = ctx.tp.transport.gather(grad_y, whole=True)
+        grad_x = multiply_gathered(gathering, ctx.weight)
+        ctx.gradient_of_sum.append(gathering.finish())
+        return grad_x, None, None, None
+
+
+class _RowWeight(torch.autograd.Function):
+    """Identity before `_Row`, whose weight gradient it adds, now or in the schedule's weight half.
+
+    It alone keeps the input: a block that is run again for backward stops when the last input is kept, which is here,
+    before the product and the communication that backward has no use for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel, gradient_of_sum: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.tp, ctx.gradient_of_sum = weight, tp, gradient_of_sum
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        weight, grad_y = ctx.weight, ctx.gradient_of_sum.pop()
+        ctx.tp.weight_gradients.submit(lambda: add_product(weight, grad_y.flatten(0, -2), x.flatten(0, -2)))
+        return grad_x, None, None, None

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from triweave.gradients import WeightGradients
 from triweave.groups import Group, alone
+from triweave.transport.interface import Transport
+from triweave.transport.plain import Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,13 @@ class TensorParallel:
     sequence_parallel: bool = False
     """Whether activations outside the products are `[seq/tp, batch, hidden]` rather than `[seq, batch, hidden]`."""
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+    chosen: Transport | None = None
+    """What carries slices from rank to rank; None leaves it to collectives."""
+
+    @property
+    def transport(self) -> Transport:
+        """What carries slices from rank to rank."""
+        return self.chosen or Collectives(self.group, self.sequence_parallel)
 
     @property
     def size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from triweave.schedule.dataflow import channels
 from triweave.sharding import Sharding, Unit, make_units, place_parameters, shard_module
 from triweave.training.optimizer import ShardedAdamW
 from triweave.training.weights import draw_weights, load_weights
+from triweave.transport.choose import choose_transport
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -51,8 +53,17 @@ def build_engine(resolved: ResolvedRun, device: torch.device) -> Engine:
     schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, resolved.num_micro_batches)
     groups = make_groups(layout, spec, channels(schedule), device, run.runtime.timeout_s)
     kernel = choose_kernel(run.model.attention, device)
-    tp = TensorParallel(groups.tp, layout.uses_sequence_parallel, WeightGradients())
     dtype = DTYPES[run.model.dtype]
+    sequence_parallel = layout.uses_sequence_parallel
+    slice_shape = (
+        run.data.seq_len // (layout.tp if sequence_parallel else 1),
+        layout.micro_batch,
+        spec.hidden_size,
+    )
+    transport = choose_transport(
+        run.runtime.overlap_tp, groups.tp, sequence_parallel, device, prod(slice_shape) * dtype.itemsize
+    )
+    tp = TensorParallel(groups.tp, sequence_parallel, WeightGradients(), transport)
 
     stages, units = build_stages(spec, layout, groups, tp, kernel, dtype)
     if run.model.weights == "load":
@@ -61,12 +72,11 @@ def build_engine(resolved: ResolvedRun, device: torch.device) -> Engine:
         draw_weights(units, spec, run.seed)
 
     sharding = Sharding(units, groups)
-    seq = run.data.seq_len // (tp.size if tp.sequence_parallel else 1)
     pipeline = Pipeline(
         stages,
         groups,
         tp.weight_gradients,
-        (seq, layout.micro_batch, spec.hidden_size),
+        slice_shape,
         dtype,
         sharding.end_backward,
     )

@@ -1,0 +1,141 @@
+"""GPUs in pretence: streams that run late and in any order, so that races and hangs show without a GPU.
+
+Each rank's program runs once, on the host, and only queues its work: tensor operations, events, flags. `run` then
+does the queued work of all ranks, one step of one stream at a time, in an order drawn at random. What no order of
+the streams forbids will happen in some order, which a real GPU would show once in a thousand runs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(eq=False)
+class Step:
+    """One thing that a stream does when it may."""
+
+    act: Callable[[], None]
+    ready: Callable[[], bool] = lambda: True
+    name: str = ""
+
+
+@dataclass(eq=False)
+class Event:
+    """Done when its stream has come to it."""
+
+    done: bool = False
+
+
+@dataclass(eq=False)
+class Stream:
+    """Work in order."""
+
+    gpu: Gpu
+    cuda_stream: int
+    queue: list[Step] = field(default_factory=list)
+
+    def record_event(self) -> Event:
+        """As torch's."""
+        event = Event()
+        self.queue.append(Step(lambda: setattr(event, "done", True), name="event"))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """As torch's."""
+        self.queue.append(Step(lambda: None, lambda: event.done, "wait for event"))
+
+    def wait_stream(self, other: Stream) -> None:
+        """As torch's."""
+        self.wait_event(other.record_event())
+
+
+class Gpu:
+    """One rank's streams, in whose place torch.cuda's stand while its program runs."""
+
+    def __init__(self, memory: dict[int, int]) -> None:
+        self.memory = memory  # flags by address, the same for all
+        self.streams = [Stream(self, 0), Stream(self, 1)]
+        self.current = self.streams[0]
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """As torch.cuda.stream."""
+        former, self.current = self.current, stream
+        yield
+        self.current = former
+
+    def write_value(self, stream: int, address: int, value: int, flags: int) -> int:
+        """As cuStreamWriteValue32. Raising a flag that is up already would lose one of the two."""
+
+        def write() -> None:
+            assert self.memory[address] != value, "a flag is raised twice"
+            self.memory[address] = value
+
+        self.streams[stream].queue.append(Step(write, name=f"write {value} at {address}"))
+        return 0
+
+    def wait_value(self, stream: int, address: int, value: int, flags: int) -> int:
+        """As cuStreamWaitValue32."""
+        step = Step(lambda: None, lambda: self.memory[address] == value, f"wait for {value} at {address}")
+        self.streams[stream].queue.append(step)
+        return 0
+
+    def program(self, function: Callable[[], Any]) -> Any:
+        """Queue what `function` does."""
+        with ExitStack() as stack:
+            stack.enter_context(patch("torch.cuda.current_stream", lambda: self.current))
+            stack.enter_context(patch("torch.cuda.stream", self.stream))
+            stack.enter_context(_Late(self))
+            return function()
+
+
+class _Late(TorchDispatchMode):
+    """Queues tensor operations. Views are made at once: they move nothing."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().removeprefix("aten::")
+        if func.is_view or name in ("_unsafe_view", "empty.memory_format", "empty_like", "new_empty"):
+            return func(*args, **kwargs)
+        queue = self.gpu.current.queue
+        if func._schema.is_mutable:
+            queue.append(Step(lambda: func(*args, **kwargs), name=name))
+            return kwargs.get("out", args[0])
+        early = func(*args, **kwargs)  # only its shape and type are of use: the inputs are not there yet
+        if not isinstance(early, Tensor):
+            return early
+        result = torch.full_like(early, torch.nan)
+
+        def late() -> None:
+            result.copy_(func(*args, **kwargs))
+
+        queue.append(Step(late, name=name))
+        return result
+
+
+def run(gpus: list[Gpu], seed: int) -> None:
+    """Do all queued work in one of the orders that the streams allow."""
+    chance = random.Random(seed)  # noqa: S311 (no secret)
+    streams = [stream for gpu in gpus for stream in gpu.streams]
+    # Some streams are much slower than others, another each time.
+    weights = [chance.choice((1, 1, 30)) for _ in streams]
+    while any(stream.queue for stream in streams):
+        able = [(s, w) for s, w in zip(streams, weights, strict=True) if s.queue and s.queue[0].ready()]
+        waiting = [stream.queue[0].name for stream in streams if stream.queue]
+        assert able, f"all streams hang: {waiting}"
+        (stream,) = chance.choices([s for s, _ in able], [w for _, w in able])
+        with torch.no_grad():
+            stream.queue.pop(0).act()
