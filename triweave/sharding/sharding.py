@@ -131,10 +131,6 @@ class Sharding:
             total += square / (whole * unit.tied_copies)
         return total
 
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply every gradient by `factor`."""
-        torch._foreach_mul_([unit.gradient for unit in self.units], factor)
-
     def publish(self) -> None:
         """Start to bring the weights up to date with the master shards; each unit's next use waits for its own."""
         for unit in self.units:
