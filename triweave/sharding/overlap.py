@@ -76,8 +76,7 @@ class Gradients:
         self._open.remove(unit)
         self._backwards_left[unit] -= 1
         if unit.shards_gradients:
-            while len(self._in_flight) >= REDUCTIONS_BESIDE:
-                self._in_flight.popleft().finish()
+            self._finish_down_to(REDUCTIONS_BESIDE - 1)
             self._start(unit)
         elif self._backwards_left[unit] == 0:
             self._start(unit)
@@ -92,7 +91,15 @@ class Gradients:
         for unit in units:
             if not unit.shards_gradients and unit not in self._started:
                 self._start(unit)
-        while self._in_flight:
+        self._finish_down_to(0)
+
+    def let_go(self) -> None:
+        """Free the buffers of what earlier backwards left in flight: a forward has passed since."""
+        if all(reduction.unit.shards_gradients for reduction in self._in_flight):
+            self._finish_down_to(0)
+
+    def _finish_down_to(self, count: int) -> None:
+        while len(self._in_flight) > count:
             self._in_flight.popleft().finish()
 
     def _start(self, unit: Unit) -> None:

@@ -49,6 +49,8 @@ class Sharding:
         self._uses[stage] = list(uses)
         for module, unit, reads_weights_again in self._uses[stage]:
             surround(module, self._passes(unit, weight_gradients, reads_weights_again))
+        # The last module's forward and backward come when most is kept; the others' forwards have hidden what is left.
+        self._uses[stage][-1].module.register_forward_pre_hook(lambda *_: self._gradients.let_go())
 
     def _passes(self, unit: Unit, weight_gradients: WeightGradients, reads_weights_again: bool) -> Passes:
         def before_backward() -> None:
