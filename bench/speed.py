@@ -2,6 +2,7 @@
 
     python bench/speed.py --out speed.json          # two GPUs: Llama-3-8B and 70B-shaped layers
     python bench/speed.py --small                   # two CPU processes, a rehearsal
+    python bench/speed.py --only dp2 --trace DIR    # one step more, profiled: which communication is exposed
 
 Random weights and tokens, bf16, nothing but the step itself: two steps to warm up, the median of four. No other
 trainer is compared here. Predictions are written to the output file before the first step is run.
@@ -21,6 +22,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from exposed import communication
+from torch.profiler import ProfilerActivity, profile
 
 from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
@@ -46,6 +49,9 @@ LAYOUTS = {
     "pp2 1f1b": Layout(pp=2),
     "pp2 zero-bubble": Layout(pp=2, schedule="zero-bubble"),
     "pp2 interleaved": Layout(pp=2, vpp=2, schedule="interleaved"),
+    "dp2 none": Layout(dp=2, shard="none"),
+    "dp2 optimizer": Layout(dp=2, shard="optimizer"),
+    "dp2 gradients": Layout(dp=2, shard="gradients"),
     "dp2 full": Layout(dp=2, shard="full"),
     "dp2 full recompute layer": Layout(dp=2, shard="full", recompute=("layer",)),
 }
@@ -106,6 +112,7 @@ def measure_one(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
             begin = time.monotonic()
             train_step(engine, work, 1e-5, 1.0)
             times.append(time.monotonic() - begin)
+        traced = {} if job["trace"] is None else trace_step(engine, work, job["trace"] / f"{job['file']}.json")
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     allocated, reserved = peak_memory(device)
@@ -113,7 +120,26 @@ def measure_one(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
         "step_s": sorted(times[WARM_UP:])[TIMED // 2],
         "allocated_gib": allocated / 2**30,
         "reserved_gib": reserved / 2**30,
+        **traced,
     }
+
+
+def trace_step(engine: engines.Engine, work: Batch, file: Path) -> dict[str, float]:
+    """One step under the profiler: rank 0's trace to `file`, and the communication that it shows.
+
+    Two steps are run and the second is kept, so that it begins as steps do, with the gathers of the one before.
+    """
+    on_gpu = engine.groups.device.type == "cuda"
+    train_step(engine, work, 1e-5, 1.0)
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        train_step(engine, work, 1e-5, 1.0)
+        if on_gpu:
+            torch.cuda.synchronize()
+    if engine.groups.rank != 0:
+        return {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(file))
+    return communication(json.loads(file.read_text())["traceEvents"])._asdict()
 
 
 def main() -> int:
@@ -121,6 +147,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("speed.json"))
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", default="", help="layouts whose name holds this")
+    parser.add_argument("--trace", type=Path, help="folder for a trace of each layout, and exposed NCCL time in --out")
     options = parser.parse_args()
     cluster = parse_cluster("1x2xh200-141gb")
     jobs = []
@@ -138,12 +165,26 @@ def main() -> int:
                 "predicted_allocated_gib": stages[0].peak_allocated_bytes / 2**30,
                 "flops": seq * batch * spec.flops_per_token(seq, causal=False) / 2 / 989e12,
             }
-            jobs.append({"told": told, "spec": spec, "layout": full, "seq": seq, "batch": batch})
+            file = "".join(letter if letter.isalnum() else "-" for letter in f"{model} {name}")
+            jobs.append(
+                {
+                    "told": told,
+                    "spec": spec,
+                    "layout": full,
+                    "seq": seq,
+                    "batch": batch,
+                    "trace": options.trace,
+                    "file": file,
+                }
+            )
     options.out.write_text(json.dumps([job["told"] for job in jobs], indent=1))
     code = run_ranks(2, functools.partial(measure, jobs, options.out))
     if code:
         return code
-    print("model | layout | step s | predicted | tokens/s/GPU | full MFU | allocated GiB (rank 0) | predicted")
+    print(
+        "model | layout | step s | predicted | tokens/s/GPU | full MFU | allocated GiB (rank 0) | predicted"
+        " | NCCL ms | exposed"
+    )
     for row in json.loads(options.out.read_text()):
         if row.get("out_of_memory"):
             print(
@@ -154,6 +195,7 @@ def main() -> int:
             f"{row['model']} | {row['layout']} | {row['step_s']:.3f} | {row['predicted_step_s']:.3f}"
             f" | {row['tokens'] / row['step_s'] / 2:,.0f} | {row['flops'] / row['step_s']:.1%}"
             f" | {row['allocated_gib']:.2f} | {row['predicted_allocated_gib']:.2f}"
+            f" | {1e3 * row.get('total_s', 0):.1f} | {1e3 * row.get('exposed_s', 0):.1f}"
         )
     return 0
 

@@ -122,7 +122,8 @@ def main(rank: int) -> None:
         stages, units = build_stages(SPEC, LAYOUT, groups, tp, AttentionKernel(), torch.bfloat16)
         sharding, journal = Sharding(units, groups), Journal(rank)
         activations = (SEQ // LAYOUT.tp, LAYOUT.micro_batch, SPEC.hidden_size)
-        pipeline = Pipeline(stages, groups, tp.weight_gradients, activations, torch.bfloat16, sharding.end_backward)
+        hooks = (sharding.begin, sharding.end_backward)
+        pipeline = Pipeline(stages, groups, tp.weight_gradients, activations, torch.bfloat16, *hooks)
         for number, stage in stages.items():
             follow(stage, LAYOUT.layers_of(number)[0], journal)
         tokens = torch.zeros(SEQ, LAYOUT.micro_batch, dtype=torch.long)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,9 +24,10 @@ from triweave.layout import Layout, even_layers
 from triweave.model_spec import ModelSpec, spec_from_folder
 from triweave.planner.assumptions import OURS
 from triweave.planner.memory_stage import StageTapes, stage_tapes
-from triweave.planner.memory_states import stage_units, states_of
+from triweave.planner.memory_states import shared_units, stage_units, states_of
 from triweave.planner.sizes import sizes_of
 from triweave.schedule.actions import Kind
+from triweave.sharding import Unit as ShardUnit
 from triweave.training.step import loss_of, train_step
 from triweave.verify.reference import Sample
 
@@ -238,3 +240,50 @@ def test_states_to_the_byte(ranks: Ranks, tmp_path: Path, shard: Any, dtype: str
     samples = make_samples(MICRO_BATCHES * 3, 1, SEQ, VOCAB, packed=False)
     for real, planned in ranks.run(layout.world_size, states_on_rank, folder, layout, samples, dtype):
         assert real == planned
+
+
+def shared_on_rank(rank: int, folder: Path, layout: Layout, samples: list[Sample]) -> dict[str, tuple[int, int]]:
+    """Bytes of whole weights and of whole gradients as the backwards of the first layer, the last and the head begin.
+
+    Of the second micro-batch's, when the first one's gradients are still on their way.
+    """
+    engine = engine_for(folder, layout, SEQ, MICRO_BATCHES, weights="random")
+    made: list[StorageWeakRef] = []
+    seen: dict[str, list[tuple[int, int]]] = {}
+    begin = ShardUnit.begin_gradients
+
+    def watched(unit: ShardUnit) -> None:
+        begin(unit)
+        if unit.whole_gradient is not None:
+            made.append(StorageWeakRef(unit.whole_gradient.untyped_storage()))
+            sizes[made[-1].cdata] = unit.whole_gradient.nbytes
+        weights = sum(one.weight.untyped_storage().size() for one in engine.sharding.units)
+        gradients = sum(sizes[reference.cdata] for reference in made if not reference.expired())
+        seen.setdefault(unit.name, []).append((weights, gradients))
+
+    sizes: dict[int, int] = {}
+    with patch.object(ShardUnit, "begin_gradients", watched):
+        train_step(engine, local_batch(samples, layout, engine.groups.at.dp), 1e-3, 1.0)
+    return {name: values[1] for name, values in seen.items()}
+
+
+@pytest.mark.parametrize("shard", ["gradients", "full"])
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, dp=2)], ids=["dp2", "pp2-dp2"])
+def test_units_in_flight_to_the_byte(ranks: Ranks, tmp_path: Path, layout: Layout, shard: Any) -> None:
+    """Whole weights gathered ahead and whole gradients still being reduced are those that the trainer holds."""
+    folder = tiny_config(tmp_path)
+    layout = with_layers(replace(layout, shard=shard), num_layers=4)
+    samples = make_samples(MICRO_BATCHES * 2, 1, SEQ, VOCAB, packed=False)
+    spec = spec_from_folder(folder)
+    for rank, seen in enumerate(ranks.run(layout.world_size, shared_on_rank, folder, layout, samples)):
+        stage = layout.coordinates(rank).pp
+        units = stage_units(spec, layout, stage, OURS)
+        planned = shared_units(units, layout, stage, "float32", OURS)
+        last = max(number for number in layout.layers_of(stage))
+        real = {"layer": seen[f"layers.{last}"]} | {name: seen[name] for name in ("embed", "head") if name in seen}
+        assert real.keys() == planned.keys() - {"norm"}
+        for name, (weights, gradients) in real.items():
+            unit = planned[name]
+            if shard == "full":
+                assert (name, weights) == (name, unit.gathered_again)
+            assert (name, gradients) == (name, unit.whole_gradients + unit.reducing)

@@ -176,60 +176,6 @@ def test_levels_keep_what_zero_says(ranks: Ranks, tmp_path: Path, dtype: str, sh
         assert sum(BYTES[dtype, shard]) == per_parameter[shard]
 
 
-def watch_units(rank: int, folder: Path, layout: Layout, samples: list[Sample]) -> tuple[set[int], set[int], int]:
-    """How many units' whole weights, and whole gradients, ever stand at once; how often weights are gathered."""
-    engine = engine_for(folder, layout, SEQ, len(samples) // layout.dp, weights="random")
-    batch = local_batch(samples, layout, engine.groups.at.dp)
-    weights: list[int] = []
-    gradients: list[int] = []
-
-    def look() -> None:
-        present = [unit for unit in engine.sharding.units if unit.weight.untyped_storage().size()]
-        weights.append(len(present))
-        gradients.append(sum(unit.whole_gradient is not None for unit in engine.sharding.units))
-
-    def watch(unit: Unit, name: str) -> None:
-        original = getattr(unit, name)
-
-        def watched() -> None:
-            original()
-            look()
-
-        setattr(unit, name, watched)
-
-    for unit in engine.sharding.units:
-        for name in ("gather", "release", "begin_gradients", "end_gradients"):
-            watch(unit, name)
-    look()
-    train_step(engine, batch, 1e-3, 1.0)
-    evaluate_step(engine, batch)
-    look()
-    assert weights[-1] == weights[0]
-    assert gradients[-1] == 0
-    return set(weights), set(gradients), len(engine.sharding.units)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(dp=2, shard="gradients"),
-        Layout(dp=2, shard="full"),
-        Layout(dp=2, shard="full", recompute=("layer",)),
-        Layout(pp=2, dp=2, shard="full"),
-        Layout(pp=2, dp=2, shard="full", schedule="zero-bubble"),
-    ],
-    ids=["gradients", "full", "full-recompute", "full-pp2", "full-zero-bubble"],
-)
-def test_one_unit_at_a_time(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
-    """`gradients` never has two units' whole gradients at once, `full` never two units' weights: only what computes."""
-    folder = tiny_config(tmp_path)
-    layout = with_layers(layout)
-    samples = make_samples(4, 1, SEQ, 300, packed=False)
-    for weights, gradients, num_units in ranks.run(layout.world_size, watch_units, folder, layout, samples):
-        assert weights == ({0, 1} if layout.shard == "full" else {num_units})
-        assert gradients == {0, 1}
-
-
 # --- the norm of the gradient -----------------------------------------------------------------------------------------
 
 

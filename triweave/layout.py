@@ -16,6 +16,10 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 """From adjacent ranks to distant ones."""
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
+UNITS_AHEAD = 2
+"""`full`: units whose weights are gathered beside the one that computes. Two, for a norm hides no gather of a head."""
+REDUCTIONS_BESIDE = 2
+"""`gradients`, `full`: units whose gradients are being reduced while the next one's backward computes."""
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["norm", "swiglu", "attention", "mlp", "layer"]
 

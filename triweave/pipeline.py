@@ -49,6 +49,7 @@ class Pipeline:
         weight_gradients: WeightGradients,
         activation_shape: tuple[int, int, int],
         dtype: torch.dtype,
+        begin: Callable[[Sequence[Action]], None],
         end_backward: Callable[[], None],
     ) -> None:
         """Take a rank's stages.
@@ -59,6 +60,7 @@ class Pipeline:
             weight_gradients: where the stages' layers submit weight gradients.
             activation_shape: `(seq/tp, batch, hidden)`, of everything that moves between stages.
             dtype: of the same.
+            begin: called before each run, with all that this rank will do.
             end_backward: called when a stage's backward has left all its weight gradients.
         """
         self.stages = stages
@@ -66,6 +68,7 @@ class Pipeline:
         self.weight_gradients = weight_gradients
         self.activation_shape = activation_shape
         self.dtype = dtype
+        self.begin = begin
         self.end_backward = end_backward
 
     def train(self, schedule: PipelineSchedule, inputs: Sequence[StageInput], loss: Loss, loss_scale: float) -> Tensor:
@@ -109,6 +112,7 @@ class _Execution:
 
     def run(self) -> Tensor:
         actions = self.schedule.ranks[self.pipeline.groups.at.pp]
+        self.pipeline.begin(actions)
         messages = [receives(self.schedule, action) for action in actions]
         if messages:
             self.expect(messages[0])

@@ -26,7 +26,8 @@ class Assumptions:
     master_weights: bool = True
     """Whether the optimizer keeps float32 weights of its own beside 16-bit ones."""
     prefetched_units: int = 1
-    """`shard: full` only. Layers whose whole weights are there at once: FSDP fetches the next while one computes."""
+    """Megatron's bookkeeping, `shard: full`. Layers whose whole weights are there at once: FSDP fetches the next while
+    one computes. Ours fetches and reduces as many units as `layout.py` says."""
     fused_norm: bool = True
     """RMSNorm keeps its input alone. A norm written in PyTorch operations keeps its normalised input as well."""
     fused_swiglu: bool = True

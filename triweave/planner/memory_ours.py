@@ -19,17 +19,23 @@ class Unit:
     """What data-parallel ranks share out of one unit of parameters, where its module runs; bytes."""
 
     gathered_weights: int = 0
-    """The whole weights, present only while the module computes (`shard: full`)."""
+    """Whole weights while the module's forward computes: its own, and those gathered ahead (`shard: full`)."""
+    gathered_again: int = 0
+    """The same in its backward."""
     whole_gradients: int = 0
-    """The whole float32 gradients, present only during the module's backward (`gradients` and `full`)."""
+    """The whole float32 gradients that the module's backward adds to (`gradients` and `full`)."""
     reduced_gradients: int = 0
-    """This rank's slice of them, as the reduction gives it."""
+    """This rank's slice of them, where the reduction gives it in a buffer of its own."""
+    reducing: int = 0
+    """Whole gradients of earlier units that are still being reduced in the module's backward."""
+    still_reducing: int = 0
+    """What the last backward may have left so when the module's forward computes."""
 
 
 def embedding_block(s: Sizes, unit: Unit) -> Block:
     """Lookup of `[seq, batch]` tokens; its output is the first layer's input."""
     f = Tape()
-    f.make("gathered weights", unit.gathered_weights)
+    _make_shared(f, unit.gathered_weights, unit.still_reducing)
     f.make("token rows", 8 * s.tokens)
     f.make("token mask", s.tokens)
     f.make("looked up", s.hidden)
@@ -38,17 +44,16 @@ def embedding_block(s: Sizes, unit: Unit) -> Block:
         f.free("looked up")
     else:
         f.rename("looked up", "output")
-    f.free("gathered weights")
+    f.free("gathered weights", "gradients in flight")
     kept = _kept(f)
 
     b = Tape({**kept, "gradient": s.slice})
-    b.make("gathered weights", unit.gathered_weights)
+    _make_shared(b, unit.gathered_again, unit.reducing)
     b.make("whole gradients", unit.whole_gradients)
     b.make("gathered gradient", s.gathered)
     b.make("gradient in float32", s.hidden // s.element * 4)
     b.free("gradient in float32", "gathered gradient", "gradient", "token rows", "token mask", "gathered weights")
-    b.make("reduced gradients", unit.reduced_gradients)
-    b.free("reduced gradients", "whole gradients")
+    b.free("whole gradients", "gradients in flight")
     return Block(kept, Pass.of(f), Pass.of(b), {**kept, "gradient": s.hidden})
 
 
@@ -56,13 +61,13 @@ def layer_block(s: Sizes, unit: Unit) -> Block:
     """One decoder layer, from its input to its output, `[seq/tp, batch, hidden]` each."""
     whole = "layer" in s.recompute
     f = Tape({"input": s.slice})
-    f.make("gathered weights", unit.gathered_weights)
+    _make_shared(f, unit.gathered_weights, unit.still_reducing)
     _layer_forward(f, s, keep=not whole)
-    f.free("gathered weights")
+    f.free("gathered weights", "gradients in flight")
     kept = _kept(f)
 
     b = Tape({**kept, "gradient": s.slice})
-    b.make("gathered weights", unit.gathered_weights)
+    _make_shared(b, unit.gathered_again, unit.reducing)
     b.make("whole gradients", unit.whole_gradients)
     if whole:
         _layer_forward(b, s, keep=True)
@@ -70,34 +75,39 @@ def layer_block(s: Sizes, unit: Unit) -> Block:
     _mlp_backward(b, s)
     _attention_backward(b, s)
     b.free("gathered weights")
-    b.make("reduced gradients", unit.reduced_gradients)
-    b.free("reduced gradients", "whole gradients", "gradient")
+    b.free("whole gradients", "gradients in flight", "gradient")
     return Block(kept, Pass.of(f), Pass.of(b), _put_off(s))
 
 
 def head_block(s: Sizes, unit: Unit) -> Block:
     """Final norm, logits and loss."""
     f = Tape({"input": s.slice})
-    f.make("gathered weights", unit.gathered_weights)
+    _make_shared(f, unit.gathered_weights, unit.still_reducing)
     f.make("head input", s.slice)
     _gather(f, s)
     f.make("logits", s.logits)
     f.free("gathered input", "gathered weights")
     f.make("row statistics", 8 * s.tokens)
+    f.free("gradients in flight")
     kept = _kept(f)
 
     b = Tape(kept)
-    b.make("gathered weights", unit.gathered_weights)
+    _make_shared(b, unit.gathered_again, unit.reducing)
     b.make("whole gradients", unit.whole_gradients)
     b.rename("logits", "logits' gradient")
     b.free("row statistics")
     _column_backward(b, s, "head input", "logits' gradient")
     b.free("gathered weights")
-    b.make("reduced gradients", unit.reduced_gradients)
-    b.free("reduced gradients", "whole gradients")
+    b.free("whole gradients", "gradients in flight")
     _norm_backward(b, s, "input")
     b.free("gradient")
     return Block(kept, Pass.of(f), Pass.of(b), {"head input": s.slice, "logits' gradient": s.logits})
+
+
+def _make_shared(t: Tape, weights: int, reducing: int) -> None:
+    """What data-parallel communication holds while a block computes: it runs beside, on tensors of other units too."""
+    t.make("gathered weights", weights)
+    t.make("gradients in flight", reducing)
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from triweave.parameters import holds_embedding, holds_head
 from triweave.planner import memory_megatron, memory_ours
 from triweave.planner.assumptions import Assumptions
 from triweave.planner.memory_ours import Unit
-from triweave.planner.memory_states import ParameterUnit, shared_unit, stage_units
+from triweave.planner.memory_states import shared_units, stage_units
 from triweave.planner.sizes import Sizes
 from triweave.planner.tape import Block, Pass, total
 from triweave.schedule.actions import Kind
@@ -100,20 +100,14 @@ def _peak(part: Pass, before: list[tuple[Mapping[str, int], int]], where: str) -
 
 def stage_tapes(spec: ModelSpec, layout: Layout, stage: int, s: Sizes, dtype: str, a: Assumptions) -> StageTapes:
     """The blocks of virtual stage `stage`."""
-    units = {unit.name: unit for unit in stage_units(spec, layout, stage, a)}
-    ours = a.bookkeeping == "ours"
-
-    def shared(name: str) -> Unit:
-        found: ParameterUnit | None = units.get(name) or units.get("embed")
-        return Unit() if found is None else shared_unit(found, layout, dtype, a)
-
+    shared = shared_units(stage_units(spec, layout, stage, a), layout, stage, dtype, a)
     embedding = head = None
     if holds_embedding(layout, stage):
-        embedding = _embedding(s, a, shared("embed"))
+        embedding = _embedding(s, a, shared["embed"])
     if holds_head(layout, stage):
-        head = _head(s, a, shared("head"))
-    layer = _layer(s, a, shared("layer") if "layer" in units else Unit())
-    tables = {"rotary tables": 2 * s.rotary} if ours else {}
+        head = _head(s, a, shared["head"])
+    layer = _layer(s, a, shared.get("layer", Unit()))
+    tables = {"rotary tables": 2 * s.rotary} if a.bookkeeping == "ours" else {}
     return StageTapes(embedding, layer, layout.layers[stage], head, tables)
 
 
@@ -156,6 +150,6 @@ _LOSS_ALSO = ("gathered logits", "loss mask", "row statistics", "head input", "n
 def _component(name: str, *, kept: bool) -> str:
     if name in _LOSS or name in _LOSS_ALSO:
         return f"logits and loss: {name}"
-    if name in ("gathered weights", "whole gradients", "reduced gradients"):
+    if name in ("gathered weights", "whole gradients", "reduced gradients", "gradients in flight"):
         return f"sharding: {name}"
     return f"activations: {name}" if kept else f"working set: {name}"

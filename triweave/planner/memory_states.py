@@ -1,6 +1,6 @@
 """Weights, gradients and optimizer state of one rank, in bytes.
 
-Ours: units of a flat buffer each, parameters 64 elements apart, padded to a multiple of 64 x dp (`sharding.py`).
+Ours: units of a flat buffer each, parameters 64 elements apart, padded to a multiple of 64 x dp (`sharding/unit.py`).
 Megatron: one buffer padded to dp x 128 elements at its end (`param_and_grad_buffer.py`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from triweave.layout import Layout
+from triweave.layout import REDUCTIONS_BESIDE, UNITS_AHEAD, Layout
 from triweave.model_spec import ModelSpec
 from triweave.parameters import has_tied_copy, holds_embedding, holds_head
 from triweave.planner.assumptions import Assumptions
@@ -106,7 +106,7 @@ def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumpt
     if shard == "full":
         weights = 0 if own_master else owned * element
     gradients = (numel if shard in ("none", "optimizer") else owned) * a.gradient_bytes
-    # Ours: the squares of one unit's gradients, for their norm; the slice that a reduction gives before it is copied.
+    # Ours: the squares of one unit's gradients, for their norm; reductions and gathers are in place.
     working_set = _FLOAT32 * (largest if shard == "none" else largest // dp) if a.bookkeeping == "ours" else 0
     return States(
         weights=weights,
@@ -117,18 +117,88 @@ def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumpt
     )
 
 
-def shared_unit(unit: ParameterUnit, layout: Layout, dtype: str, a: Assumptions) -> Unit:
-    """What a unit's module adds where weights or gradients are kept in shards."""
+def shared_units(units: list[ParameterUnit], layout: Layout, stage: int, dtype: str, a: Assumptions) -> dict[str, Unit]:
+    """What the modules of a stage add where weights or gradients are kept in shards: `embed`, `layer` and `head`.
+
+    A layer's is that of the stage's last one, the first to run backward: there most else is kept.
+    """
+    order = units
+    if holds_head(layout, stage) and units[-1].name == "norm":
+        order = [*units, units[0]]  # The head's weight is the embedding's, on this very stage.
+    places = {unit.name: place for place, unit in enumerate(order)}
+    if holds_head(layout, stage):
+        places["head"] = len(order) - 1
     dp = data_parallel_size(layout)
     if dp == 1 or layout.shard in ("none", "optimizer"):
-        return Unit()
-    numel = unit.numel(_ALIGNMENT * dp)
-    whole = layout.shard == "full"
-    return Unit(
-        gathered_weights=numel * DTYPE_BYTES[dtype] * a.prefetched_units if whole else 0,
-        whole_gradients=numel * a.gradient_bytes,
-        reduced_gradients=numel // dp * a.gradient_bytes,
-    )
+        return dict.fromkeys(places, Unit())
+    sizes = [unit.numel(_ALIGNMENT * dp) for unit in order]
+    element = DTYPE_BYTES[dtype] if layout.shard == "full" else 0
+    if a.bookkeeping == "megatron":
+        return {
+            name: Unit(
+                gathered_weights=sizes[place] * element * a.prefetched_units,
+                gathered_again=sizes[place] * element * a.prefetched_units,
+                whole_gradients=sizes[place] * a.gradient_bytes,
+                reduced_gradients=sizes[place] // dp * a.gradient_bytes,
+            )
+            for name, place in places.items()
+        }
+    overlap = _Overlap(layout, stage, sizes)
+    return {
+        name: Unit(
+            gathered_weights=overlap.ahead_in_forward(place) * element,
+            gathered_again=overlap.ahead_in_backward(place) * element,
+            whole_gradients=sizes[place] * _FLOAT32,
+            reducing=overlap.reducing(place) * _FLOAT32,
+            still_reducing=overlap.still_reducing(place) * _FLOAT32,
+        )
+        for name, place in places.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """Which units of a stage stand beside the one that computes, in elements: the order of `sharding.Sharding.begin`.
+
+    At the ends of a stage the schedule decides what follows; the common case is taken: under GPipe another forward
+    after a forward, elsewhere the backward of the same stage, and backward after forward the other way round.
+    """
+
+    layout: Layout
+    stage: int
+    sizes: list[int]
+    """Elements of the stage's units, in the order of its forward."""
+
+    def ahead_in_forward(self, place: int) -> int:
+        """The unit at `place` and those whose weights are gathered beside it."""
+        forward = list(range(len(self.sizes)))
+        follows = forward if self.layout.schedule == "gpipe" else self._backward()
+        return self._window([*forward, *follows], place)
+
+    def ahead_in_backward(self, place: int) -> int:
+        """The same while it runs backward; the lookup's backward needs no weights, and comes last."""
+        backward = self._backward()
+        follows = backward if self.layout.schedule == "gpipe" else list(range(len(self.sizes)))
+        if place not in backward:
+            return sum(self.sizes[coming] for coming in follows[:UNITS_AHEAD])
+        return self._window([*backward, *follows], backward.index(place))
+
+    def reducing(self, place: int) -> int:
+        """Units whose backward came just before that of the unit at `place`, on the same micro-batch.
+
+        Another micro-batch's are let go near the end of a forward, and where most is kept a forward came last.
+        """
+        return sum(self.sizes[place + 1 :][:REDUCTIONS_BESIDE])
+
+    def still_reducing(self, place: int) -> int:
+        """Units whose backward, on an earlier micro-batch, came just before the forward of the unit at `place`."""
+        return 0 if place == len(self.sizes) - 1 else sum(self.sizes[:REDUCTIONS_BESIDE])
+
+    def _backward(self) -> list[int]:
+        return list(reversed(range(1 if holds_embedding(self.layout, self.stage) else 0, len(self.sizes))))
+
+    def _window(self, uses: list[int], at: int) -> int:
+        return sum(self.sizes[place] for place in set(uses[at : at + 1 + UNITS_AHEAD]))
 
 
 def weight_gradient_cache(spec: ModelSpec, layout: Layout, units: list[ParameterUnit], dtype: str) -> int:

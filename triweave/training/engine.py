@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from triweave.config.validate import ResolvedRun
 from triweave.gradients import WeightGradients
@@ -23,7 +23,7 @@ from triweave.pipeline import Pipeline
 from triweave.schedule.actions import PipelineSchedule
 from triweave.schedule.build import build_schedule
 from triweave.schedule.dataflow import channels
-from triweave.sharding import Sharding, Unit, make_units, place_parameters, shard_module
+from triweave.sharding import Sharding, Unit, Use, make_units, place_parameters
 from triweave.training.optimizer import ShardedAdamW
 from triweave.training.weights import draw_weights, load_weights
 from triweave.transport.choose import choose_transport
@@ -72,12 +72,16 @@ def build_engine(resolved: ResolvedRun, device: torch.device) -> Engine:
         draw_weights(units, spec, run.seed)
 
     sharding = Sharding(units, groups)
+    if layout.dp > 1:
+        for number, stage in stages.items():
+            sharding.follow(number, uses_of(stage, units), tp.weight_gradients)
     pipeline = Pipeline(
         stages,
         groups,
         tp.weight_gradients,
         slice_shape,
         dtype,
+        sharding.begin,
         sharding.end_backward,
     )
     optimizer = ShardedAdamW(units, run.optimizer)
@@ -104,17 +108,17 @@ def build_stages(
         names = {parameter.name for parameter in stage_parameters(spec, layout, number, groups.tp.rank)}
         place_parameters(stage, [unit for unit in units if names & {p.name for p in unit.parameters}])
         stages[number] = stage
-        if layout.shard in ("gradients", "full") and layout.dp > 1:
-            _shard_stage(stage, {unit.name: unit for unit in units}, tp.weight_gradients)
     return stages, units
 
 
-def _shard_stage(stage: Stage, units: dict[str, Unit], weight_gradients: WeightGradients) -> None:
-    """Gather and reduce each unit around the module that uses it."""
+def uses_of(stage: Stage, units: list[Unit]) -> Iterator[Use]:
+    """The modules of a stage that hold parameters, in the order of their forwards, each with its unit."""
+    by_name = {unit.name: unit for unit in units}
     decoder = stage.model
-    modules: list[tuple[nn.Module | None, str]] = [(decoder.embed_tokens, "embed"), (decoder.norm, "norm")]
-    modules += [(layer, f"layers.{number}") for number, layer in decoder.layers.items()]
-    modules.append((stage.lm_head, "head" if "head" in units else "embed"))
-    for module, unit in modules:
-        if module is not None:
-            shard_module(module, units[unit], weight_gradients)
+    if decoder.embed_tokens is not None:
+        yield Use(decoder.embed_tokens, by_name["embed"], reads_weights_again=False)
+    for number, layer in decoder.layers.items():
+        yield Use(layer, by_name[f"layers.{number}"])
+    if decoder.norm is not None and stage.lm_head is not None:
+        yield Use(decoder.norm, by_name["norm"])
+        yield Use(stage.lm_head, by_name["head" if "head" in by_name else "embed"])

@@ -42,11 +42,20 @@ class ShardedAdamW:
             fused=True,
         )
 
-    def step(self, learning_rate: float) -> None:
-        """Update the master shards from the reduced gradients."""
+    def step(self, learning_rate: float, divisor: Tensor | None = None) -> None:
+        """Update the master shards from the reduced gradients.
+
+        Args:
+            learning_rate: of this step.
+            divisor: float32 scalar that the gradients are divided by first; they stay so.
+        """
+        # The fused kernel divides while it reads, and writes the quotient back: one pass less than scaling before.
+        self.adamw.grad_scale = divisor  # type: ignore[attr-defined]
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         for part in self.parts:
+            # In float32 the weights are the masters: a gather of the last ones may still be reading them.
+            part.unit.finish_gather()
             # Assigned every step: units that keep only shards may have a new buffer.
             part.parameter.grad = part.unit.gradient[part.inside]
         self.adamw.step()

@@ -42,10 +42,9 @@ def train_step(engine: Engine, batch: Batch, learning_rate: float, max_grad_norm
 
     loss, squared_norm = sum_over_grid(engine, loss, engine.sharding.squared_gradient_norm())
     grad_norm = squared_norm.sqrt()
-    if max_grad_norm > 0:
-        engine.sharding.scale_gradients((max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
+    too_long = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0) if max_grad_norm > 0 else None
 
-    engine.optimizer.step(learning_rate)
+    engine.optimizer.step(learning_rate, too_long)
     engine.sharding.publish()
     return loss.item() / batch.trained_tokens, grad_norm.item()
 

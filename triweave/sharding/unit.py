@@ -1,30 +1,16 @@
-"""The data-parallel axis: what its ranks share out of weights, gradients and optimizer state.
-
-A *unit* (a layer, the embedding, the norm, the head) is one flat buffer; its parameters are views into it. Every
-rank owns an equal slice, its *shard*, of each unit's float32 master weights, moments and reduced gradients.
-
-    shard       weights       gradient sums     master weights, moments      (Rajbhandari et al. 1910.02054)
-    none        whole         whole             whole
-    optimizer   whole         whole             shard                        ZeRO-1
-    gradients   whole         shard             shard                        ZeRO-2
-    full        shard         shard             shard                        ZeRO-3, FSDP
-
-Gradient sums are float32 and are added to by the layers themselves (`gradients.main_grad`); whole ones are
-reduced once a step, sharded ones after each unit's backward. Why this is not FSDP2: docs/decisions/0002.
-"""
+"""A unit: parameters that are gathered and reduced together, in one flat buffer, of which every rank owns a shard."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from triweave.collectives import all_reduce, gather_into, reduce_scatter_into
-from triweave.gradients import WeightGradients
-from triweave.groups import Group, Groups
+from triweave.collectives import gather_into, reduce_scatter_into, start_all_reduce
+from triweave.groups import Groups
 from triweave.layout import Shard
 from triweave.parameters import LocalParameter, Piece
 
@@ -73,11 +59,12 @@ class Unit:
 
         device = groups.device
         self.weight = torch.zeros(self.numel, dtype=dtype, device=device)
+        self._gathering: dist.Work | None = None
         self.master = torch.empty(0)
         whole_gradients = self.shard in ("none", "optimizer")
         self.whole_gradient = self._zeros(self.numel, device) if whole_gradients else None
         self.gradient = (
-            self.whole_gradient[self.shard_start : self.shard_stop]
+            self._owned(self.whole_gradient)
             if self.whole_gradient is not None
             else self._zeros(self.shard_stop - self.shard_start, device)
         )
@@ -120,36 +107,54 @@ class Unit:
 
     def adopt_weights(self) -> None:
         """Take the float32 master shard from the weights that were just written into the parameters."""
-        shard = self.weight[self.shard_start : self.shard_stop]
+        shard = self._owned(self.weight)
         # In float32 the weights are their own master, unless they are freed between uses.
         same = self.weight.dtype is torch.float32 and self.shard != "full"
         self.master = shard if same else shard.to(torch.float32, copy=True)
         self.release()
 
     def publish(self) -> None:
-        """Give every rank the weights that the optimizer has just changed in the master shards."""
+        """Start to give every rank the weights that the optimizer has just changed in the master shards."""
         if self.shard != "full":
-            self._gather_weights()
+            self.finish_gather()
+            self._start_gather()
 
-    def gather(self) -> None:
-        """Make the whole weights present (`full`: they are freed between uses)."""
+    def prefetch(self) -> None:
+        """Start to make the whole weights present (`full`: they are freed between uses)."""
         if self.shard == "full" and self.weight.untyped_storage().size() == 0:
             self.weight.untyped_storage().resize_(self.numel * self.weight.element_size())
-            self._gather_weights()
+            self._start_gather()
+
+    def gather(self) -> None:
+        """Have the whole weights present, and up to date."""
+        self.prefetch()
+        self.finish_gather()
+
+    def finish_gather(self) -> None:
+        """Wait for a gather that was started (on a GPU: make the current stream wait)."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
 
     def release(self) -> None:
         """Free the whole weights (`full`)."""
         if self.shard == "full":
+            self.finish_gather()
             self.weight.untyped_storage().resize_(0)
 
-    def _gather_weights(self) -> None:
-        mine = self.weight[self.shard_start : self.shard_stop]
+    def _start_gather(self) -> None:
+        mine = self._owned(self.weight)
         if mine.data_ptr() != self.master.data_ptr():
             mine.copy_(self.master)
         if self.shard != "none":
-            gather_into(self.weight, mine, self.dp)
+            self._gathering = gather_into(self.weight, mine, self.dp, async_op=True)
 
     # --- gradients --------------------------------------------------------------------------------------------
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether only this rank's shard of the gradient sums stays after a backward (`gradients` and `full`)."""
+        return self.shard in ("gradients", "full")
 
     def zero_gradients(self) -> None:
         """Set the gradient sums to zero for a new step."""
@@ -161,24 +166,32 @@ class Unit:
             self.whole_gradient = self._zeros(self.numel, self.gradient.device)
             self._place_main_grads()
 
-    def end_gradients(self) -> None:
-        """Add what the unit's backward gave to this rank's shard, where only shards are kept."""
-        if self.shard not in ("gradients", "full") or self.whole_gradient is None:
-            return
-        mine = torch.empty_like(self.gradient)
-        reduce_scatter_into(mine, self.whole_gradient, self.dp)
-        self.gradient.add_(mine)
-        self.whole_gradient = None
-        self._place_main_grads()
+    def start_reduction(self) -> Reduction:
+        """Start to sum the whole gradients over the data-parallel ranks; nothing may be added to them any more.
 
-    def reduce_gradients(self) -> None:
-        """Sum over the data-parallel ranks, once a step, where whole gradients are kept."""
-        if self.shard == "none" and self.dp.size > 1:
-            all_reduce(self.gradient, self.dp)
-        elif self.shard == "optimizer" and self.whole_gradient is not None:
-            mine = torch.empty_like(self.gradient)
-            reduce_scatter_into(mine, self.whole_gradient, self.dp)
-            self.gradient.copy_(mine)
+        Raises:
+            RuntimeError: there are no whole gradients, which is a bug.
+        """
+        whole = self.whole_gradient
+        if whole is None:
+            raise RuntimeError(f"{self.name} has no whole gradients to reduce")
+        if self.shard == "none":
+            _, work = start_all_reduce(whole, self.dp)
+        else:
+            # In place, as NCCL allows it where the output is this rank's slice of the input: no buffer, no copy.
+            work = reduce_scatter_into(self._owned(whole), whole, self.dp, async_op=True)
+        if self.shards_gradients:
+            self.whole_gradient = None
+            self._place_main_grads()
+        return Reduction(self, whole, work)
+
+    def add_reduced(self, whole: Tensor) -> None:
+        """Take what a reduction gave: where only shards are kept, add it to this rank's sums."""
+        if self.shards_gradients:
+            self.gradient.add_(self._owned(whole))
+
+    def _owned(self, flat: Tensor) -> Tensor:
+        return flat[self.shard_start : self.shard_stop]
 
     def _place_main_grads(self) -> None:
         whole = self.whole_gradient
@@ -188,74 +201,20 @@ class Unit:
                 self._holders[parameter.name].main_grad = gradient  # type: ignore[attr-defined]
 
 
-class Sharding:
-    """All units of one rank."""
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A unit's gradients on their way over the data-parallel ranks."""
 
-    def __init__(self, units: list[Unit], groups: Groups) -> None:
-        self.units = units
-        self.groups = groups
+    unit: Unit
+    whole: Tensor
+    """Held here until the collective is done with it."""
+    work: dist.Work | None
 
-    def zero_gradients(self) -> None:
-        """Set every gradient sum to zero."""
-        for unit in self.units:
-            unit.zero_gradients()
-
-    def end_backward(self) -> None:
-        """Reduce and free what a stage's backward has left: the embedding has no input whose gradient ends it."""
-        for unit in self.units:
-            unit.end_gradients()
-            unit.release()
-
-    def reduce_gradients(self) -> None:
-        """Complete the step's gradients: over data-parallel ranks, then replicas, then the tied copies."""
-        for unit in self.units:
-            unit.reduce_gradients()
-        self._sum_replicas(self.groups.tp, lambda piece: piece.partial and piece.replicas == self.groups.tp.size)
-        if self.groups.kv.ranks != self.groups.tp.ranks:
-            self._sum_replicas(self.groups.kv, lambda piece: piece.partial and piece.replicas == self.groups.kv.size)
-        if self.groups.tied.size > 1:
-            for unit in self.units:
-                if unit.name == "embed":
-                    all_reduce(unit.gradient, self.groups.tied)
-
-    def _sum_replicas(self, group: Group, chosen: Any) -> None:
-        """Sum the partial gradients of slices that several tensor-parallel ranks hold, in one all-reduce."""
-        if group.size == 1:
-            return
-        parts = [
-            unit.gradient[inside]
-            for unit in self.units
-            for segment in unit.segments()
-            if chosen(segment.piece) and (inside := unit.in_shard(segment.start, segment.stop)) is not None
-        ]
-        if not parts:
-            return
-        together = torch.cat(parts)
-        all_reduce(together, group)
-        for part, summed in zip(parts, together.split([part.numel() for part in parts]), strict=True):
-            part.copy_(summed)
-
-    def squared_gradient_norm(self) -> Tensor:
-        """This rank's share of the squared norm of all gradients: every element counts once over the whole grid."""
-        total = torch.zeros((), dtype=torch.float32, device=self.groups.device)
-        for unit in self.units:
-            square = unit.gradient.square().sum()
-            for segment in unit.segments():
-                inside = unit.in_shard(segment.start, segment.stop)
-                if segment.piece.replicas > 1 and inside is not None:
-                    square -= (1 - 1 / segment.piece.replicas) * unit.gradient[inside].square().sum()
-            whole = unit.dp.size if unit.shard == "none" else 1
-            total += square / (whole * unit.tied_copies)
-        return total
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply every gradient by `factor`."""
-        torch._foreach_mul_([unit.gradient for unit in self.units], factor)
-
-    def publish(self) -> None:
-        """Bring the weights up to date with the master shards."""
-        for unit in self.units:
-            unit.publish()
+    def finish(self) -> None:
+        """Wait for it (on a GPU: make the current stream wait) and hand its result to the unit."""
+        if self.work is not None:
+            self.work.wait()
+        self.unit.add_reduced(self.whole)
 
 
 def make_units(parameters: Iterable[LocalParameter], groups: Groups, shard: Shard, dtype: torch.dtype) -> list[Unit]:
@@ -288,52 +247,6 @@ def place_parameters(stage: nn.Module, units: Iterable[Unit]) -> None:
             setattr(module, name, made[id(old)])
     if expected:
         raise RuntimeError(f"parameters without a module: {', '.join(expected)}")
-
-
-def shard_module(module: nn.Module, unit: Unit, weight_gradients: WeightGradients) -> None:
-    """Gather `unit` around each use of `module`, and reduce its gradients after its backward."""
-
-    def before_forward(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        unit.gather()
-        return (_AfterBackward.apply(args[0], unit, weight_gradients), *args[1:])
-
-    def after_forward(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        unit.release()
-        result: Tensor = _BeforeBackward.apply(output, unit, weight_gradients)
-        return result
-
-    module.register_forward_pre_hook(before_forward)
-    module.register_forward_hook(after_forward)
-
-
-class _AfterBackward(torch.autograd.Function):
-    """Identity; its backward comes when the module's backward is done."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, unit: Unit, weight_gradients: WeightGradients) -> Tensor:
-        ctx.unit, ctx.weight_gradients = unit, weight_gradients
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.unit.release()
-        ctx.weight_gradients.submit(ctx.unit.end_gradients)
-        return grad, None, None
-
-
-class _BeforeBackward(torch.autograd.Function):
-    """Identity; its backward comes when the module's backward is about to start."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, unit: Unit, weight_gradients: WeightGradients) -> Tensor:
-        ctx.unit, ctx.weight_gradients = unit, weight_gradients
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.unit.gather()
-        ctx.weight_gradients.submit(ctx.unit.begin_gradients)
-        return grad, None, None
 
 
 def _round_up(number: int, multiple: int) -> int:
