@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "bench" / "peers"
 sys.path[:0] = [str(ROOT), str(PEERS)]
 
-from workload import SYSTEMS, Case, case_sets, model_flops_utilization, shapes, write_case  # noqa: E402
+from torchtitan_log import logged_tokens_per_s  # noqa: E402
+from workload import SYSTEMS, WARM_UP, Case, case_sets, model_flops_utilization, shapes, write_case  # noqa: E402
 
 OURS = "triweave"
 SETTLE_S = 10.0
@@ -56,6 +57,8 @@ def run_case(case: Case, folder: Path, limit_s: float) -> dict[str, Any]:
     row: dict[str, Any] = {"case": asdict(case), "wall_s": round(time.monotonic() - begin, 1)}
     results = [folder / f"rank-{rank}.json" for rank in range(case.world_size)]
     if not any(codes) and all(path.exists() for path in results):
+        log = (folder / "rank-0.log").read_text(errors="replace")
+        row["logged_tokens_per_s"] = logged_tokens_per_s(log, after_step=WARM_UP)
         return row | _merge([json.loads(path.read_text()) for path in results])
     failed = next((rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
     log = (folder / f"rank-{failed}.log").read_text(errors="replace")
@@ -176,6 +179,9 @@ def notes(rows: Iterable[dict[str, Any]]) -> str:
     """What stands below the table: how each system computed, and how the failed cases ended."""
     rows = list(rows)
     said = sorted({f"- {row['notes']} (torch {row['torch']}, {row['device']})" for row in rows if "notes" in row})
+    for row in rows:
+        if row.get("logged_tokens_per_s"):
+            said.append(f"- {Case(**row['case']).name} itself logs {row['logged_tokens_per_s']:,.0f} tokens/s/GPU")
     for row in rows:
         if row["outcome"] not in ("ok", "out of memory"):
             said += [f"\n{Case(**row['case']).name}: {row['outcome']}", *(f"    {line}" for line in row["log_tail"])]

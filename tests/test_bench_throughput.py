@@ -114,17 +114,17 @@ def test_torchtitan_computes_in_bf16_and_takes_the_step(titan: ModuleType, workl
     assert [each["--training.local_batch_size"] for each in (dp, tp, pp)] == ["1", "2", "8"]
 
 
-def test_torchtitan_log_is_read(titan: ModuleType) -> None:
-    """Steps are read from torchtitan's log as it prints it, colours and all."""
+def test_torchtitan_log_is_read(bench: ModuleType) -> None:
+    """The speed is read from torchtitan's log as it prints it, colours and all, and without the warm-up."""
     text = (
+        "[titan] - root - INFO - \x1b[31mstep:  1  \x1b[32mloss:  8.1  \x1b[34mtps: 1,012  \x1b[39m\n"
         "[titan] 2026-11-30 09:25:57,988 - root - INFO - \x1b[31mstep:  9  \x1b[32mloss:  7.44356  "
         "\x1b[38;2;180;60;0mgrad_norm:  0.5113  \x1b[38;2;54;234;195mmemory: 98.60GiB(70.13%)  "
         "\x1b[34mtps: 9,412  \x1b[36mtflops: 545.10  \x1b[35mmfu: 55.12%\x1b[39m\n"
         "[titan] 2026-11-30 09:25:57,990 - root - INFO - Training completed\n"
     )
-    assert titan.read_log(text) == [titan.LogLine(9, 98.6, 9412, 55.12)]
-    assert titan.own_median(text) == 9412
-    assert titan.own_median("") is None
+    assert bench.logged_tokens_per_s(text, after_step=3) == 9412
+    assert bench.logged_tokens_per_s(text, after_step=9) is None
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from workload import TIMED, WARM_UP
 
-WARM_UP, TIMED = 3, 6
 GIB = 2**30
 
 

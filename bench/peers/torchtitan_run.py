@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import re
 import runpy
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -24,28 +22,9 @@ from typing import Any
 
 import stopwatch
 import torch
-from workload import Case, read_case, shapes
+from workload import TIMED, WARM_UP, Case, read_case, shapes
 
-LOG_LINE = re.compile(r"step:\s*(\d+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+).*?mfu:\s*([\d.]+)%")
 RECOMPUTE = {"none": ["none"], "op": ["selective", "op"], "layer": ["full"]}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LogLine:
-    """What torchtitan prints of one step."""
-
-    step: int
-    reserved_gib: float
-    tokens_per_s: int
-    """Of one GPU."""
-    mfu_percent: float
-    """By its own formula, without the causal discount."""
-
-
-def read_log(text: str) -> list[LogLine]:
-    """Every step that a log tells of, colours or not."""
-    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
-    return [LogLine(int(a), float(b), int(c.replace(",", "")), float(d)) for a, b, c, d in LOG_LINE.findall(plain)]
 
 
 def arguments(case: Case) -> list[str]:
@@ -59,7 +38,7 @@ def arguments(case: Case) -> list[str]:
         # A pipeline cuts its local batch into micro-batches; the others accumulate gradients up to the global batch.
         "training.local_batch_size": case.sequences if pipelined else case.micro_batch,
         "training.global_batch_size": case.sequences,
-        "training.steps": stopwatch.WARM_UP + stopwatch.TIMED,
+        "training.steps": WARM_UP + TIMED,
         "training.dtype": "float32" if case.dp > 1 else "bfloat16",
         "parallelism.data_parallel_shard_degree": case.dp,
         "parallelism.tensor_parallel_degree": case.tp,
@@ -134,9 +113,9 @@ def register(case: Case) -> None:
 
         def close(self) -> None:
             super().close()
-            if len(self.seconds) < stopwatch.WARM_UP + stopwatch.TIMED:
+            if len(self.seconds) < WARM_UP + TIMED:
                 return  # it ends by an error
-            timed = self.seconds[stopwatch.WARM_UP :]
+            timed = self.seconds[WARM_UP:]
             masters = "float32 masters and moments" if case.dp > 1 else "no float32 master, bf16 moments"
             version = importlib.metadata.version("torchtitan")
             stopwatch.save(timed, f"torchtitan {version}, bf16 compute, {masters}", peak_bytes=self.peak_bytes)
@@ -170,12 +149,6 @@ def main() -> None:
     sys.argv = ["torchtitan.train", *arguments(case)]
     register(case)
     runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)
-
-
-def own_median(text: str) -> float | None:
-    """Tokens a second and GPU as torchtitan itself logs them, over the timed steps; None if it logged none."""
-    lines = [line.tokens_per_s for line in read_log(text) if line.step > stopwatch.WARM_UP]
-    return statistics.median(lines) if lines else None
 
 
 if __name__ == "__main__":

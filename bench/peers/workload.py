@@ -15,6 +15,9 @@ from types import MappingProxyType
 from triweave.catalogue import find_model
 from triweave.model_spec import ModelSpec
 
+WARM_UP, TIMED = 3, 6
+"""Steps of a case."""
+
 PEAK_FLOPS = 989e12
 """Dense bf16 of one H100 or H200 SXM, from NVIDIA's data sheet; what torchtitan divides by as well."""
 
