@@ -120,6 +120,11 @@ def _patch_torch() -> None:
     # Asked for by the gradient buffers, and used only where CUDA graphs left events.
     torch.cuda.current_stream = lambda *args, **kwargs: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    named = torch.Tensor.type
+    # Its optimizers for bf16 take no parameter whose type is not named for CUDA.
+    torch.Tensor.type = lambda self, *args, **kwargs: (  # type: ignore[method-assign]
+        named(self, *args, **kwargs) if args or kwargs else f"torch.cuda.{named(self).rpartition('.')[2]}"
+    )
 
 
 def _patch_megatron() -> None:
@@ -129,6 +134,7 @@ def _patch_megatron() -> None:
 
     # Eager functions: compiling them changes nothing but the start-up time.
     jit.disable_jit_fuser()
+    from megatron.core.tensor_parallel import random
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -138,6 +144,9 @@ def _patch_megatron() -> None:
 
     # The tracker guards dropout and initialisation; here dropout is 0 and weights are loaded.
     CudaRNGStatesTracker.fork = no_fork
+    # Saved and restored around what is recomputed, for the same dropout.
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: None
 
     def norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
         # The fallback for a machine without Apex refuses sequence parallelism. All that Apex's norm does for it is

@@ -1,0 +1,67 @@
+"""How every rank is timed and what it leaves behind: the same for all systems."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from workload import TIMED, WARM_UP
+
+GIB = 2**30
+
+
+def rank() -> int:
+    """This process among the ranks of the case."""
+    return int(os.environ["RANK"])
+
+
+def device() -> torch.device:
+    """This rank's GPU, made current, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+        return torch.device("cpu")
+    where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(where)
+    return where
+
+
+def time_steps(step: Callable[[], object]) -> list[float]:
+    """Seconds of each timed step, from one moment when the GPU is idle to the next."""
+    seconds = []
+    for _ in range(WARM_UP + TIMED):
+        wait()
+        begin = time.perf_counter()
+        step()
+        wait()
+        seconds.append(time.perf_counter() - begin)
+    return seconds[WARM_UP:]
+
+
+def wait() -> None:
+    """Until this rank's GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def save(step_s: list[float], notes: str, *, peak_bytes: int | None = None) -> None:
+    """Leave this rank's result beside its case.
+
+    Args:
+        step_s: Seconds of each timed step.
+        notes: What a reader must know of precision, kernels and anything that was replaced.
+        peak_bytes: Largest number of bytes that tensors took; None asks torch, for the whole life of the process.
+    """
+    if peak_bytes is None:
+        peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    result = {
+        "step_s": step_s,
+        "peak_allocated_gib": peak_bytes / GIB,
+        "notes": notes,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+    Path(os.environ["BENCH_CASE"]).with_name(f"rank-{rank()}.json").write_text(json.dumps(result))

@@ -1,0 +1,79 @@
+"""One rank of triweave: its own engine and optimizer step, on random weights and tokens.
+
+Weights, activations and their gradients in bf16, gradient sums, master weights and moments in float32. Options:
+`shard`, `schedule`, `recompute` (a comma list), each as in a run file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from unittest.mock import patch
+
+import stopwatch
+import torch
+from workload import Case, read_case, shapes
+
+from triweave.config.schema import DataConfig, ModelConfig, Run
+from triweave.config.validate import ResolvedRun
+from triweave.layout import Layout, balanced_layers
+from triweave.llama import StageInput
+from triweave.model_spec import ModelSpec
+from triweave.sharding import Unit
+from triweave.training import engine as engines
+from triweave.training.process import started_by_launcher
+from triweave.training.processes import process_group
+from triweave.training.step import Batch, train_step
+
+
+def layout_of(case: Case) -> Layout:
+    """The case's layout in triweave's own words."""
+    shape = shapes()[case.shape]
+    schedule = case.option("schedule", "1f1b")
+    layout = Layout(
+        tp=case.tp,
+        pp=case.pp,
+        dp=case.dp,
+        vpp=2 if schedule == "interleaved" else 1,
+        micro_batch=case.micro_batch,
+        schedule=schedule,  # type: ignore[arg-type]
+        shard=case.option("shard", "optimizer"),  # type: ignore[arg-type]
+        recompute=tuple(filter(None, case.option("recompute", "").split(","))),  # type: ignore[arg-type]
+    )
+    return replace(layout, layers=balanced_layers(shape.spec, layout.num_stages, shape.seq_len))
+
+
+def fill_on_device(units: Iterable[Unit], spec: ModelSpec, seed: int) -> None:
+    """Random weights made where they lie: what they are does not matter to the clock, making them on the host does."""
+    for unit in units:
+        unit.weight.normal_(0.0, spec.initializer_range)
+        unit.adopt_weights()
+
+
+def main() -> None:
+    case, process = read_case(), started_by_launcher()
+    if process is None:
+        raise SystemExit("bench/throughput.py starts this")
+    shape, layout, device = shapes()[case.shape], layout_of(case), stopwatch.device()
+    run = Run(model=ModelConfig(path="", weights="random"), data=DataConfig(train=("",), seq_len=shape.seq_len))
+    resolved = ResolvedRun(run, shape.spec, layout, None, case.num_micro_batches, layout.world_size)
+    with process_group(process, device, 300):
+        with patch.object(engines, "draw_weights", fill_on_device):
+            engine = engines.build_engine(resolved, device)
+        work = random_batch(case, device)
+        seconds = stopwatch.time_steps(lambda: train_step(engine, work, 1e-5, 1.0))
+        stopwatch.save(seconds, "bf16 compute, float32 masters, moments and gradient sums")
+
+
+def random_batch(case: Case, device: torch.device) -> Batch:
+    """One step's tokens, made once; targets are the tokens moved by one."""
+    shape = shapes()[case.shape]
+    size = (shape.seq_len, case.micro_batch)
+    positions = torch.arange(shape.seq_len, device=device).unsqueeze(1).expand(size)
+    tokens = [torch.randint(0, shape.spec.vocab_size, size, device=device) for _ in range(case.num_micro_batches)]
+    inputs = [StageInput(each, positions) for each in tokens]
+    return Batch(inputs, [torch.roll(each, -1, 0) for each in tokens], case.tokens)
+
+
+if __name__ == "__main__":
+    main()
