@@ -191,3 +191,25 @@ def test_same_inputs_give_the_same_bits() -> None:
     once, again, other = results(0), results(0), results(50)
     assert all(torch.equal(*pair) for pair in zip(once, again, strict=True))
     assert not any(torch.equal(*pair) for pair in zip(once, other, strict=True))
+
+
+@pytest.mark.parametrize("fault", ["sign of the angle", "another epsilon", "a column of padding", "halves exchanged"])
+def test_small_faults_are_seen(fault: str) -> None:
+    """The comparisons above refuse results that are wrong in one small thing."""
+    x, weight = random(3, 1, 64), random(64, seed=1)
+    if fault == "sign of the angle":
+        cos, sin = angles(3, 1, 8, torch.float32)
+        heads = x.view(3, 1, 8, 8)
+        q, k, v = heads.split((4, 2, 2), 2)
+        ours = rotary.gather_rotated_back(q, k, v, cos, -sin).view(3, 1, 8, 8)[:, :, :4]
+        theirs = Rotation(cos.double(), -sin.double())(q.double())
+    elif fault == "another epsilon":
+        ours, theirs = norm.normalize(x, weight, 1e-4), rms_norm(x.double(), (64,), weight.double(), EPS)
+    elif fault == "a column of padding":
+        ours = cross_entropy.logit_statistics(x, torch.zeros(3, 1, dtype=torch.long, device=DEVICE), 63)[1]
+        theirs = (x.double() - x.double().amax(-1, True)).exp().sum(-1)
+    else:
+        up, gate = x.double().chunk(2, -1)
+        ours, theirs = swiglu.swiglu_forward(x), silu(gate) * up
+    with pytest.raises(AssertionError):
+        near(ours, theirs, slack=4)

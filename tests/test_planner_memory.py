@@ -122,7 +122,7 @@ def test_earlier_ranks_hold_more_micro_batches() -> None:
     """Rank i of a 1F1B pipeline holds the activations of pp - i micro-batches; GPipe's all do of every one."""
 
     def activations(stage: StageMemory) -> int:
-        names = ("queries", "keys", "values")
+        names = ("query-key-value", "attention output")
         return sum(stage.components[f"activations: {name}"] for name in names)
 
     one = [activations(stage) for stage in memory(Layout(tp=8, pp=4))]

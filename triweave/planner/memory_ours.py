@@ -63,15 +63,21 @@ def layer_block(s: Sizes, unit: Unit) -> Block:
     f = Tape({"input": s.slice})
     _make_shared(f, unit.gathered_weights, unit.still_reducing)
     _layer_forward(f, s, keep=not whole)
-    f.free("gathered weights", "gradients in flight")
+    f.make("output", s.slice)
+    f.free("down", "gathered weights", "gradients in flight")
+    if {"norm", "mlp", "layer"} & s.recompute:
+        f.free("mlp input")
+    if whole:
+        f.free("mlp residual")
     kept = _kept(f)
 
     b = Tape({**kept, "gradient": s.slice})
     _make_shared(b, unit.gathered_again, unit.reducing)
     b.make("whole gradients", unit.whole_gradients)
     if whole:
+        # Until the last product has kept its input: what comes after is not run again.
         _layer_forward(b, s, keep=True)
-        b.free("output")
+        b.free("down", *(("mlp input",) if {"norm", "mlp"} & s.recompute else ()))
     _mlp_backward(b, s)
     _attention_backward(b, s)
     b.free("gathered weights")
@@ -114,6 +120,7 @@ def _make_shared(t: Tape, weights: int, reducing: int) -> None:
 
 
 def _layer_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
+    """Up to what the MLP adds to the stream, `down`."""
     t.make("attention input", s.slice)
     _attention_forward(t, s, keep=keep and "attention" not in s.recompute)
     t.make("mlp residual", s.slice)
@@ -122,12 +129,6 @@ def _layer_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
     if not keep or {"norm", "attention"} & s.recompute:
         t.free("attention input")
     _mlp_forward(t, s, keep=keep and "mlp" not in s.recompute)
-    t.make("output", s.slice)
-    t.free("down")
-    if not keep or {"norm", "mlp"} & s.recompute:
-        t.free("mlp input")
-    if not keep:
-        t.free("mlp residual")
 
 
 def _attention_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
