@@ -157,6 +157,10 @@ def main() -> int:
                 continue
             full = replace(layout, layers=even_layers(spec.num_hidden_layers, layout.num_stages))
             stages = predict_memory(spec, full, seq_len=seq, num_micro_batches=full.micro_batches(batch))
+            needed = max(stage.used_bytes for stage in stages)
+            if needed > 1.1 * cluster.gpu.usable_bytes:
+                print(f"{model} | {name} | not run: {needed / 2**30:.0f} GiB predicted")
+                continue
             told = {
                 "model": model,
                 "layout": name,

@@ -49,8 +49,6 @@ class ShardedAdamW:
             learning_rate: of this step.
             divisor: float32 scalar that the gradients are divided by first; they stay so.
         """
-        # The fused kernel divides while it reads, and writes the quotient back: one pass less than scaling before.
-        self.adamw.grad_scale = divisor  # type: ignore[attr-defined]
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         for part in self.parts:
@@ -58,7 +56,10 @@ class ShardedAdamW:
             part.unit.finish_gather()
             # Assigned every step: units that keep only shards may have a new buffer.
             part.parameter.grad = part.unit.gradient[part.inside]
+        # The fused kernel divides while it reads, and writes the quotient back: one pass less than scaling before.
+        self.adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self.adamw.step()
+        del self.adamw.grad_scale  # type: ignore[attr-defined]
 
     def states(self) -> Iterator[tuple[Part, dict[str, Tensor]]]:
         """Each part with its moments `exp_avg` and `exp_avg_sq` and its `step`; made of zeros if not there yet."""
