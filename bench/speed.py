@@ -51,6 +51,7 @@ LAYOUTS = {
     "pp2 interleaved": Layout(pp=2, vpp=2, schedule="interleaved"),
     "dp2 none": Layout(dp=2, shard="none"),
     "dp2 optimizer": Layout(dp=2, shard="optimizer"),
+    "dp2 optimizer recompute norm swiglu": Layout(dp=2, shard="optimizer", recompute=("norm", "swiglu")),
     "dp2 gradients": Layout(dp=2, shard="gradients"),
     "dp2 full": Layout(dp=2, shard="full"),
     "dp2 full recompute layer": Layout(dp=2, shard="full", recompute=("layer",)),
@@ -146,14 +147,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("speed.json"))
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--only", default="", help="layouts whose name holds this")
+    parser.add_argument("--only", default="", help="layouts whose name holds one of these, between commas")
+    parser.add_argument("--model", default="", help="models whose name holds this")
     parser.add_argument("--trace", type=Path, help="folder for a trace of each layout, and exposed NCCL time in --out")
     options = parser.parse_args()
     cluster = parse_cluster("1x2xh200-141gb")
     jobs = []
     for model, (spec, seq, batch) in cases(options.small).items():
         for name, layout in LAYOUTS.items():
-            if options.only not in name:
+            if options.model not in model or not any(wanted in name for wanted in options.only.split(",")):
                 continue
             full = replace(layout, layers=even_layers(spec.num_hidden_layers, layout.num_stages))
             stages = predict_memory(spec, full, seq_len=seq, num_micro_batches=full.micro_batches(batch))

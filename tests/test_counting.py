@@ -25,10 +25,12 @@ from triweave.groups import Group, Groups
 from triweave.layers.attention import AttentionKernel
 from triweave.layers.rotary import inverse_frequencies, make_rotation
 from triweave.layers.tensor_parallel import TensorParallel
-from triweave.layout import Layout, Recompute, even_layers
+from triweave.layout import UNITS_AHEAD, Layout, Recompute, even_layers
 from triweave.llama import DecoderLayer
 from triweave.model_spec import ModelSpec, spec_from_folder
 from triweave.parameters import has_tied_copy, holds_embedding, holds_head, kv_replicas
+from triweave.schedule.actions import Kind
+from triweave.schedule.build import build_schedule
 from triweave.training.step import evaluate_step, train_step
 from triweave.transport.messages import Messages
 from triweave.verify.reference import Sample
@@ -220,15 +222,34 @@ def asked_for(
             "none": (0, 0),
             "optimizer": (backward, backward),
             "gradients": (backward, micro_batches * backward),
-            "full": (micro_batches * (1 + backward), micro_batches * backward),
+            "full": (0, micro_batches * backward),
         }[layout.shard]
         counts["all-gather", "dp"] = units * gathers
+        if layout.shard == "full":
+            counts["all-gather", "dp"] = gathers_of_full(spec, layout, at.pp, micro_batches, training=training)
         counts["reduce-scatter", "dp"] = units * reductions
         counts["all-reduce", "dp"] = units * backward if layout.shard == "none" else 0
     if copied and (embeds or heads):
         counts["all-reduce", "tied"] = backward
     counts["all-reduce", "world"] = 1  # loss and squared gradient norm together
     return +counts
+
+
+def gathers_of_full(spec: ModelSpec, layout: Layout, pp_rank: int, micro_batches: int, *, training: bool) -> int:
+    """Gathers of units at `full`: one before every use but those that come so soon that the weights have stayed.
+
+    A lookup's backward and a weight half need no weights.
+    """
+    schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, micro_batches)
+    uses: list[object] = []
+    for action in schedule.ranks[pp_rank]:
+        first, last = holds_embedding(layout, action.stage), holds_head(layout, action.stage)
+        units = [*layout.layers_of(action.stage), *(("norm", "head") if last else ())]
+        if action.kind is Kind.FORWARD:
+            uses += ["embedding", *units] if first else units
+        elif training and action.kind is not Kind.BACKWARD_WEIGHT:
+            uses += reversed(units)
+    return sum(unit not in uses[max(0, at - UNITS_AHEAD) : at] for at, unit in enumerate(uses))
 
 
 STEPS = {
