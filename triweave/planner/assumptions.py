@@ -14,13 +14,16 @@ class Assumptions:
     """How the training program keeps its tensors, and what lies in the card's memory beside them.
 
     The defaults are this package's own trainer. `MEGATRON` is Megatron-Core with Transformer Engine as its recipes
-    run it. Other programs that published rows come from are variations of the latter (`published_memory`).
+    run it. Other programs that published rows come from are variations of the latter (`memory_programs`).
     """
 
     bookkeeping: Literal["ours", "megatron"] = "ours"
     """Whose tensors are followed: this package's trainer, or Megatron-Core's layers."""
     gradient_bytes: int = 4
     """Bytes of one element of the gradient sums: 4 in float32, 2 where they are summed in bf16."""
+    gradients_of_autograd: bool = False
+    """Gradients are autograd's own (`.grad`), made by the first backward of a step and gone after it, and the
+    optimizer copies its slice to float32. Otherwise they are one buffer that stands from the start."""
     weight_bytes: int | None = None
     """Bytes of one weight as it is stored; None takes the dtype's."""
     master_weights: bool = True
@@ -31,9 +34,13 @@ class Assumptions:
     """RMSNorm keeps its input alone. A norm written in PyTorch operations keeps its normalised input as well."""
     fused_swiglu: bool = True
     """SwiGLU keeps gate and up. Written as `silu(gate) * up` it keeps `silu(gate)` as well."""
-    attention: Literal["flash", "softmax", "masked-softmax"] = "flash"
+    attention: Literal["flash", "softmax", "masked-softmax", "recomputed-softmax"] = "flash"
     """`flash` keeps queries, keys, values, output and one float32 a row. `softmax` keeps seq x seq probabilities;
-    `masked-softmax` a boolean mask of that shape for every layer as well."""
+    `masked-softmax` a boolean mask of that shape for every layer as well; `recomputed-softmax` makes them again in
+    backward (Megatron's selective recompute)."""
+    fp8_inputs: bool = False
+    """Transformer Engine in fp8 keeps what its products read in one byte an element (`_Linear.forward` saves the
+    quantised input); attention keeps its own 16-bit tensors."""
     whole_qkv: bool = False
     """Values are a view, so that the whole query-key-value product stays until backward."""
     rotary_tables_per_layer: bool = False
@@ -49,6 +56,8 @@ class Assumptions:
     every rank gathers all logits, and PyTorch's `cross_entropy` works on float32 copies of them."""
     logits_held_over: int = 0
     """Micro-batches whose logits the pipeline's output buffers still hold when the next one is computed."""
+    keeps_stage_output: bool = False
+    """What a stage sends on stays in its buffer until the gradient comes back; others free it once it is sent."""
     weight_gradient_cache: bool = False
     """Transformer Engine keeps one dummy weight gradient for every distinct weight shape."""
     vocab_multiple: int = 1

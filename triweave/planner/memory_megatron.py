@@ -123,6 +123,7 @@ def head_block(s: Sizes, a: Assumptions, unit: Unit) -> Block:
 
 def _layer_forward(t: Tape, s: Sizes, a: Assumptions) -> None:
     _norm(t, s, a, "attention")
+    _quantise(t, s, a, "attention input", s.slice)
     t.make("query-key-value", s.qkv)
     if a.rotary_tables_per_layer:
         t.make("rotary tables", 4 * s.rotary)
@@ -137,6 +138,10 @@ def _layer_forward(t: Tape, s: Sizes, a: Assumptions) -> None:
     else:
         _softmax_forward(t, s, a)
         t.make("attention output", s.query)
+    if a.attention == "recomputed-softmax":
+        t.free(*_SCORES)
+    if a.fp8_inputs:
+        t.make("projection input", s.query // s.element)
     _row_output(t, s, "attended")
     t.make("mlp residual", s.slice)
     t.free("attended")
@@ -148,10 +153,12 @@ def _layer_forward(t: Tape, s: Sizes, a: Assumptions) -> None:
         t.free("keys", "mlp residual")
 
     _norm(t, s, a, "mlp")
+    _quantise(t, s, a, "mlp input", s.slice)
     t.make("gate and up", s.gate_up)
     if not a.fused_swiglu:
         t.make("silu of gate", s.ffn)
     t.make("product", s.ffn)
+    _quantise(t, s, a, "product", s.ffn)
     _row_output(t, s, "down")
     t.make("output", s.slice)
     t.free("down")
@@ -179,6 +186,15 @@ def _softmax_forward(t: Tape, s: Sizes, a: Assumptions) -> None:
     t.make("dropped probabilities", s.scores)
 
 
+def _quantise(t: Tape, s: Sizes, a: Assumptions, name: str, size: int) -> None:
+    """What a product in fp8 reads: a copy of one byte an element, kept in place of the 16-bit tensor."""
+    if a.fp8_inputs:
+        t.make("quantised", size // s.element)
+        t.free(name)
+        t.rename("quantised", name)
+
+
+_SCORES = ("attention mask", "attention probabilities", "dropout mask", "dropped probabilities")
 _NORM_ATTENTION = ("normalised attention input", "float32 attention input")
 _ATTENTION = (
     "attention input",
@@ -188,12 +204,10 @@ _ATTENTION = (
     "queries",
     "keys",
     "values",
-    "attention mask",
-    "attention probabilities",
-    "dropout mask",
-    "dropped probabilities",
+    *_SCORES,
     "attention output",
     "logsumexp",
+    "projection input",
 )
 _MLP = ("mlp input", "normalised mlp input", "float32 mlp input", "gate and up", "silu of gate", "product")
 
@@ -259,6 +273,8 @@ def _attention_backward(t: Tape, s: Sizes, a: Assumptions) -> None:
     if a.attention == "flash":
         t.make("attention scratch", s.query // s.element * 4)
     else:
+        if a.attention == "recomputed-softmax":
+            _softmax_forward(t, s, a)
         t.make("dropped gradient", s.scores)
         t.free("dropped probabilities", "attention probabilities")
         t.make("probabilities' gradient", s.scores)

@@ -147,25 +147,23 @@ def replay_rank(
     here = _Rank(allocator)
     at = "the weights"
     try:
-        # Gradient sums stand from the start; gradients of autograd's own come with the first backward of a step.
-        lazily = a.gradient_bytes < 4
         standing = standing_bytes(spec, layout, rank, s, num_micro_batches, dtype, a)
         # What comes later: moments with the first step's end, other micro-batches' logits with their forward.
-        later = {"moments", "logits and loss: held over"} | ({"gradients"} if lazily else set())
+        later = {"moments", "logits and loss: held over"} | ({"gradients"} if a.gradients_of_autograd else set())
         for name, size in standing.items():
             if name not in later:
                 allocator.allocate(size)
         for step in range(2):
             for action in actions:
                 at = f"step {step + 1}, {action}"
-                own = units if lazily and action.micro_batch == 0 else []
+                own = units if a.gradients_of_autograd and action.micro_batch == 0 else []
                 last = action.stage == layout.num_stages - 1
                 _act(here, tapes[action.stage], action, a, last=last, gradients=own)
             here.clear()
             if step == 0:
                 at = "the optimizer's first step"
                 owned = states.moments // 2
-                gradient = allocator.allocate(owned) if a.gradient_bytes < 4 else None
+                gradient = allocator.allocate(owned) if a.gradients_of_autograd else None
                 for _ in range(2):
                     allocator.allocate(owned)
                 if gradient is not None:
