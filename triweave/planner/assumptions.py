@@ -56,6 +56,9 @@ class Assumptions:
     every rank gathers all logits, and PyTorch's `cross_entropy` works on float32 copies of them."""
     logits_held_over: int = 0
     """Micro-batches whose logits the pipeline's output buffers still hold when the next one is computed."""
+    collectives_hold: bool = False
+    """What a collective has read or written is not given out again before the host waits for the device: PyTorch's
+    `recordStream`, the default before TORCH_NCCL_AVOID_RECORD_STREAMS."""
     keeps_stage_output: bool = False
     """What a stage sends on stays in its buffer until the gradient comes back; others free it once it is sent."""
     weight_gradient_cache: bool = False

@@ -24,6 +24,8 @@ class Unit:
     """The whole float32 gradients, present only during the module's backward (`gradients` and `full`)."""
     reduced_gradients: int = 0
     """This rank's slice of them, as the reduction gives it."""
+    new_gradients: tuple[int, ...] = ()
+    """Every weight's gradient of one micro-batch, made before it is added to the sum (gradients of autograd's own)."""
 
 
 def embedding_block(s: Sizes, unit: Unit) -> Block:

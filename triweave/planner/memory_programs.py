@@ -44,6 +44,7 @@ SCALING = Program(
         keeps_gathered_input=True,
         loss="gathered",
         logits_held_over=1,
+        collectives_hold=True,
         keeps_stage_output=True,
         weight_gradient_cache=False,
         vocab_multiple=1,

@@ -151,7 +151,7 @@ def components_of(peak: Peak, others: list[tuple[Mapping[str, int], int]]) -> Co
     return result
 
 
-_LOSS = ("logits", "logits' gradient", "probabilities", "float32 logits", "loss gradient", "float32 gradient", "slices")
+_LOSS = ("logits", "logits' gradient", "probabilities", "float32 logits", "loss gradient", "float32 gradient")
 _LOSS_ALSO = ("gathered logits", "loss mask", "head input", "normalised head input")
 
 

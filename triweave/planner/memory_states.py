@@ -118,8 +118,10 @@ def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumpt
 
 
 def shared_unit(unit: ParameterUnit, layout: Layout, dtype: str, a: Assumptions) -> Unit:
-    """What a unit's module adds where weights or gradients are kept in shards."""
+    """What a unit's module adds where gradients are autograd's own, or weights or gradients are kept in shards."""
     dp = data_parallel_size(layout)
+    if a.gradients_of_autograd:
+        return Unit(new_gradients=tuple(size * a.gradient_bytes for size in unit.shapes))
     if dp == 1 or layout.shard in ("none", "optimizer"):
         return Unit()
     numel = unit.numel(_ALIGNMENT * dp)
