@@ -68,7 +68,8 @@ class Assumptions:
     extra_tokens: int = 0
     """Tokens that the tokenizer adds to the vocabulary before padding (Megatron's NullTokenizer adds 1)."""
     workspace_bytes: int = 64 * MIB
-    """cuBLAS and cuBLASLt, 32 MiB each on Hopper and Blackwell; attention's own scratch is counted with its layer."""
+    """cuBLAS: 32 MiB on Hopper for each pair of handle and stream (`parseChosenWorkspaceSize`); handles belong to
+    threads, and backward runs in one of autograd's. Attention's own scratch is counted with its layer."""
     context_bytes: int = 500 * MIB
     """A CUDA context with PyTorch's kernels loaded."""
     nccl_bytes_per_group: int = 350 * MIB
@@ -82,7 +83,10 @@ class Assumptions:
     fragmentation_expandable: float = 0.015
     """The same with expandable segments: what rounding to 2 MiB pages and late frees leave."""
     uncertainty: float = 0.025
-    """Standard deviation of the prediction, as a share of the peak; from it comes the probability of running out."""
+    """Standard deviation of the prediction of the tensors, as a share of the peak; `fits` leaves one of it to spare."""
+    allocator_uncertainty: float = 0.0
+    """The same of what an allocator without expandable segments takes beside them. Chosen on the 13B rows of the A100
+    sweeps (docs/planner-memory.md); it widens the probability of running out and moves no answer of `fits`."""
 
     @property
     def fragmentation_share(self) -> float:
@@ -98,5 +102,6 @@ MEGATRON = Assumptions(
     weight_gradient_cache=True,
     vocab_multiple=128,
     expandable_segments=False,
+    allocator_uncertainty=0.04,
 )
 """Megatron-Core with Transformer Engine: fused norm-linear, flash attention, distributed optimizer, fused loss."""

@@ -241,7 +241,16 @@ _ATTENTION = (
     "logsumexp",
     "projection input",
 )
-_MLP = ("mlp input", "normalised mlp input", "float32 mlp input", "gate and up", "gate", "up", "silu of gate", "product")
+_MLP = (
+    "mlp input",
+    "normalised mlp input",
+    "float32 mlp input",
+    "gate and up",
+    "gate",
+    "up",
+    "silu of gate",
+    "product",
+)
 
 
 def _norm(t: Tape, s: Sizes, a: Assumptions, name: str) -> None:
