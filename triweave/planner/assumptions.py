@@ -85,8 +85,8 @@ class Assumptions:
     uncertainty: float = 0.025
     """Standard deviation of the prediction of the tensors, as a share of the peak; `fits` leaves one of it to spare."""
     allocator_uncertainty: float = 0.0
-    """The same of what an allocator without expandable segments takes beside them. Chosen on the 13B rows of the A100
-    sweeps (docs/planner-memory.md); it widens the probability of running out and moves no answer of `fits`."""
+    """The same of what an allocator without expandable segments takes beside them. Set by eye on the 13B rows of the
+    A100 sweeps (docs/planner-memory.md); it widens the probability of running out and moves no answer of `fits`."""
 
     @property
     def fragmentation_share(self) -> float:
