@@ -13,25 +13,36 @@ import argparse
 import csv
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import erf, hypot, log, sqrt
 from pathlib import Path
 from statistics import mean
 from typing import Any, get_args
 
-from triweave.cluster import CATALOGUE
 from triweave.errors import InputError
 from triweave.layout import Layout, Schedule, Shard, even_layers
 from triweave.model_spec import ModelSpec
-from triweave.planner.assumptions import GIB
+from triweave.planner.assumptions import GIB, MEGATRON
 from triweave.planner.memory import StageMemory, predict_memory
+from triweave.planner.memory_programs import PROGRAMS
 from triweave.planner.memory_replay import fits, replay_rank
-from triweave.planner.published_memory import Case, case_of
+from triweave.planner.published_memory import Case, capacity_of, case_of
+from triweave.planner.time_rows import step_s_of_row
 
 DEVIATIONS = (0.0, 0.5, 1.0, 1.5, 2.0)
 STATED = 1.0
 """The margin that `fits` takes when nobody asks for another."""
+SPARE = (-4.0, -2.0, -1.0, *DEVIATIONS, 4.0, 8.0)
+MARGIN = MEGATRON.uncertainty
+"""One standard deviation of a margin, as a share of the card."""
+SPREAD = hypot(MEGATRON.uncertainty, MEGATRON.allocator_uncertainty)
+SPREADS = (0.02, 0.025, 0.03, 0.035, 0.04, 0.045, 0.05, 0.055, 0.06, 0.07, 0.08, 0.1)
+BINS = (0.0, 0.02, 0.2, 0.5, 0.8, 0.98, 1.01)
 
 
 @dataclass(frozen=True)
@@ -125,49 +136,152 @@ def group_of(source: str) -> str:
 
 @dataclass(frozen=True)
 class Fit:
-    """One layout of the A100 sweeps: did it run, and would it, by margin."""
+    """One layout with a known outcome: did it run, and how much does the prediction leave to spare."""
 
-    model: str
+    group: str
     name: str
     oom: bool
-    fits: dict[float, bool]
+    spare: float
+    """The most of `SPARE`, in standard deviations, that it leaves and still fits; minus infinity if none."""
+    formula_fits: bool
     formula_gib: float
 
+    def fits(self, deviations: float) -> bool:
+        return self.spare >= deviations
 
-def sweeps(rows: Iterable[dict[str, str]]) -> Iterator[Fit]:
-    capacity = CATALOGUE["a100-80gb"].usable_bytes
-    for row in rows:
-        if "2311.05610" not in row["source"]:
-            continue
+    def probability(self, spread: float) -> float:
+        """Of running out: the middle of the step of `SPARE` that it falls in, under a normal error of `spread`."""
+        place = bisect_right(SPARE, self.spare)
+        low = SPARE[place - 1] if place else SPARE[0] - 2
+        high = SPARE[place] if place < len(SPARE) else SPARE[-1] + 2
+        return 0.5 * (1.0 - erf((low + high) / 2 * MARGIN / spread / sqrt(2.0)))
+
+
+def outcomes(rows: Sequence[dict[str, str]]) -> list[Fit]:
+    """Every row that ran or ran out of memory, on a card that the catalogue knows, with a program that is known."""
+    with ProcessPoolExecutor() as pool:
+        return [one for one in pool.map(outcome, rows, chunksize=8) if one is not None]
+
+
+def outcome(row: dict[str, str]) -> Fit | None:
+    oom, capacity = row["mfu"] == "OOM", capacity_of(row["gpu_type"])
+    if capacity is None or not (oom or step_s_of_row(row)):
+        return None
+    try:
         case = case_of(row)
-        answers = {
-            deviations: fits(case.spec, case.layout, capacity_bytes=capacity, deviations=deviations, **arguments(case))
-            for deviations in DEVIATIONS
-        }
-        kernel = row["source"].partition("kernel=")[2]
-        name = f"{row['model']} seq{row['seq']} {kernel} tp{row['tp']} pp{row['pp']} mbs{row['mbs']} sp{row['sp']}"
-        yield Fit(
-            row["model"],
-            f"{name} {row['recompute']}",
-            row["mfu"] == "OOM",
-            answers,
-            megatron_formula(case) / GIB,
-        )
+    except InputError:
+        return None
+
+    def too_much(spare: float) -> bool:
+        return not fits(case.spec, case.layout, capacity_bytes=capacity, deviations=spare, **arguments(case))
+
+    place = bisect_left(SPARE, True, key=too_much)
+    kernel = row["source"].partition("kernel=")[2]
+    name = f"{row['model']} seq{row['seq']} {kernel} tp{row['tp']} pp{row['pp']} dp{row['dp']} mbs{row['mbs']}"
+    formula = megatron_formula(case)
+    return Fit(
+        outcome_group(row),
+        f"{name} sp{row['sp']} {row['recompute']}",
+        oom,
+        SPARE[place - 1] if place else float("-inf"),
+        formula <= capacity,
+        formula / GIB,
+    )
+
+
+def outcome_group(row: dict[str, str]) -> str:
+    word = next(word for word, _ in PROGRAMS if word in row["source"])
+    return f"{word} {row['model']}" if word == "2311.05610" else word.lower()
 
 
 def score(layouts: Sequence[Fit], deviations: float) -> tuple[float, float]:
     """Share that is right, and share that runs out of memory although it was said to fit."""
-    right = mean(one.fits[deviations] != one.oom for one in layouts)
-    return right, mean(one.fits[deviations] and one.oom for one in layouts)
+    right = mean(one.fits(deviations) != one.oom for one in layouts)
+    return right, mean(one.fits(deviations) and one.oom for one in layouts)
 
 
 def chosen(layouts: Sequence[Fit]) -> float:
     return max(DEVIATIONS, key=lambda deviations: (score(layouts, deviations)[0], deviations))
 
 
+def surprise(layouts: Sequence[Fit], spread: float) -> float:
+    """Mean negative log likelihood of the outcomes."""
+    chances = [(one.probability(spread), one.oom) for one in layouts]
+    return mean(-log(max(1e-6, chance if oom else 1 - chance)) for chance, oom in chances)
+
+
+def chosen_spread(layouts: Sequence[Fit]) -> float:
+    return min(SPREADS, key=lambda spread: surprise(layouts, spread))
+
+
 def best_threshold(layouts: Sequence[Fit]) -> float:
     """Share that Megatron's formula gets right with a threshold fitted on these very layouts."""
     return max(mean((one.formula_gib > limit.formula_gib) == one.oom for one in layouts) for limit in layouts)
+
+
+def outcome_report(layouts: list[Fit]) -> tuple[list[str], dict[str, Any]]:
+    groups: defaultdict[str, list[Fit]] = defaultdict(list)
+    for one in layouts:
+        groups[one.group].append(one)
+    lines = ["", "## Fits or not, by source", ""]
+    lines += [
+        "| source | rows | ran out | right | false alarms | missed | right by Megatron's formula and the capacity |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for name, members in [*sorted(groups.items()), ("all", layouts)]:
+        right, missed = score(members, STATED)
+        count, wrong = len(members), round((1 - right) * len(members))
+        unseen = round(missed * count)
+        formula = mean(one.formula_fits != one.oom for one in members)
+        lines.append(
+            f"| {name} | {count} | {sum(one.oom for one in members)} | {right:.1%} | {wrong - unseen} | {unseen} | "
+            f"{formula:.1%} |"
+        )
+    sweeps = {name: members for name, members in groups.items() if name.startswith("2311.05610")}
+    both = [one for members in sweeps.values() for one in members]
+    if both:
+        lines += ["", "## Fits or not: A100-80GB sweeps of 2311.05610, by margin", ""]
+        lines += ["| layouts | margin | rows | right | missed out-of-memory |", "|---|---|---|---|---|"]
+        for name, members in [*sorted(sweeps.items()), ("both", both)]:
+            for deviations in DEVIATIONS:
+                right, missed = score(members, deviations)
+                lines.append(f"| {name} | {deviations} | {len(members)} | {right:.1%} | {missed:.1%} |")
+        for held_out, members in sorted(sweeps.items()):
+            margin = chosen([one for one in both if one.group != held_out] or both)
+            right, missed = score(members, margin)
+            lines.append(f"| {held_out}, margin chosen on the other | {margin} | | {right:.1%} | {missed:.1%} |")
+        lines += ["", f"Megatron's formula with a threshold fitted on these rows: {best_threshold(both):.1%} right."]
+    lines += ["", f"Wrong at {STATED}:", ""]
+    wrong_ones = sorted((o for o in layouts if o.fits(STATED) == o.oom), key=lambda o: (o.oom, o.group, o.name))
+    lines += [f"- {'missed' if o.oom else 'false alarm'}: {o.group}: {o.name}" for o in wrong_ones]
+    lines += ["", *reliability(groups)]
+    answer = {name: score(members, STATED) for name, members in [*groups.items(), ("all", layouts)]}
+    return lines, answer
+
+
+def reliability(groups: dict[str, list[Fit]]) -> list[str]:
+    """Predicted probability against observed share, the spread of each group chosen on all other groups."""
+    everything = [one for members in groups.values() for one in members]
+    chances: list[tuple[float, float, bool]] = []
+    lines = ["## Is the probability of running out of memory right", ""]
+    lines += ["| group left out | spread chosen on the others | surprise with it | with the stated one |"]
+    lines += ["|---|---|---|---|"]
+    for name, members in sorted(groups.items()):
+        spread = chosen_spread([one for one in everything if one.group != name] or members)
+        lines.append(f"| {name} | {spread} | {surprise(members, spread):.3f} | {surprise(members, SPREAD):.3f} |")
+        chances += [(one.probability(spread), one.probability(SPREAD), one.oom) for one in members]
+    best = chosen_spread(everything)
+    lines += ["", f"The stated spread is {SPREAD:.3f} of the card; the best on all rows is {best}.", ""]
+    lines += ["| probability | rows, left out | predicted | ran out | rows, stated spread | predicted | ran out |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for low, high in pairwise(BINS):
+        cells = [f"{low} to {high}"]
+        for which in (0, 1):
+            inside = [(one[which], one[2]) for one in chances if low <= one[which] < high]
+            cells.append(str(len(inside)))
+            cells += [f"{mean(part):.1%}" for part in zip(*inside, strict=True)] if inside else ["-", "-"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def reserved(rows: Iterable[dict[str, str]]) -> Iterator[tuple[str, float, float]]:
@@ -247,30 +361,10 @@ def report(rows: list[dict[str, str]]) -> tuple[str, dict[str, Any]]:
     lines += [f"| {name} | {real:.1f} | {said:.2f} | {said / real - 1:+.1%} |" for name, real, said in own]
     lines += ["", f"Mean error {mean(abs(said / real - 1) for _, real, said in own):.2%}; measured to 0.1 GiB."]
 
-    layouts = list(sweeps(rows))
     answer: dict[str, Any] = {"peaks": [vars(p) | {"error": p.error} for p in peaks], "not_predicted": dict(refused)}
-    if layouts:
-        lines += ["", "## Fits or not: A100-80GB sweeps of 2311.05610", ""]
-        lines += ["| layouts | margin | rows | right | missed out-of-memory |", "|---|---|---|---|---|"]
-        models = sorted({one.model for one in layouts})
-        for model in [*models, "all"]:
-            members = [one for one in layouts if model in (one.model, "all")]
-            for deviations in DEVIATIONS:
-                right, missed = score(members, deviations)
-                lines.append(f"| {model} | {deviations} | {len(members)} | {right:.1%} | {missed:.1%} |")
-        for held_out in models:
-            margin = chosen([one for one in layouts if one.model != held_out] or layouts)
-            right, missed = score([one for one in layouts if one.model == held_out], margin)
-            lines.append(f"| {held_out}, margin chosen on the others | {margin} | | {right:.1%} | {missed:.1%} |")
-        lines += ["", f"Megatron's formula with a threshold fitted on these rows: {best_threshold(layouts):.1%} right."]
-        wrong = [one for one in layouts if one.fits[STATED] == one.oom]
-        lines += ["", f"Wrong at {STATED}:", ""]
-        lines += [
-            f"- {'missed' if one.oom else 'false alarm'}: {one.name}"
-            for one in sorted(wrong, key=lambda w: (w.oom, w.name))
-        ]
-        answer["fits"] = {model: score([o for o in layouts if o.model == model], STATED) for model in models}
-        answer["fits"]["all"] = score(layouts, STATED)
+    if layouts := outcomes(rows):
+        more, answer["fits"] = outcome_report(layouts)
+        lines += more
     return "\n".join([*lines, ""]), answer
 
 

@@ -46,6 +46,7 @@ class CachingAllocator:
     """Bytes handed out now, rounded."""
     peak_allocated: int = 0
     _free: dict[bool, list[tuple[int, int, MemoryBlock]]] = field(default_factory=lambda: {True: [], False: []})
+    _held_back: list[MemoryBlock] = field(default_factory=list)
     _count: int = 0
 
     def allocate(self, size: int) -> MemoryBlock:
@@ -72,6 +73,20 @@ class CachingAllocator:
     def release(self, block: MemoryBlock) -> None:
         """Take a block back and join it with free neighbours."""
         self.allocated -= block.size
+        self._join(block)
+
+    def hold_back(self, block: MemoryBlock) -> None:
+        """Take back a block that another stream may still use: it is free once the host waits for the device."""
+        self.allocated -= block.size
+        self._held_back.append(block)
+
+    def wait(self) -> None:
+        """The host waits for the device: what was held back is free."""
+        for block in self._held_back:
+            self._join(block)
+        self._held_back.clear()
+
+    def _join(self, block: MemoryBlock) -> None:
         if block.before is not None and block.before.free:
             other = block.before
             self._withdraw(other)
@@ -103,6 +118,7 @@ class CachingAllocator:
         if not small:
             segment = _MEDIUM_SEGMENT if size < _MEDIUM_LIMIT else -(-size // _PAGE) * _PAGE
         if self.reserved + segment > self.capacity:
+            self.wait()
             self._give_back()
             if self.reserved + segment > self.capacity:
                 raise OutOfMemory

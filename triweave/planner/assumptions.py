@@ -14,13 +14,16 @@ class Assumptions:
     """How the training program keeps its tensors, and what lies in the card's memory beside them.
 
     The defaults are this package's own trainer. `MEGATRON` is Megatron-Core with Transformer Engine as its recipes
-    run it. Other programs that published rows come from are variations of the latter (`published_memory`).
+    run it. Other programs that published rows come from are variations of the latter (`memory_programs`).
     """
 
     bookkeeping: Literal["ours", "megatron"] = "ours"
     """Whose tensors are followed: this package's trainer, or Megatron-Core's layers."""
     gradient_bytes: int = 4
     """Bytes of one element of the gradient sums: 4 in float32, 2 where they are summed in bf16."""
+    gradients_of_autograd: bool = False
+    """Gradients are autograd's own (`.grad`), made by the first backward of a step and gone after it, and the
+    optimizer copies its slice to float32. Otherwise they are one buffer that stands from the start."""
     weight_bytes: int | None = None
     """Bytes of one weight as it is stored; None takes the dtype's."""
     master_weights: bool = True
@@ -32,9 +35,13 @@ class Assumptions:
     """RMSNorm keeps its input alone. A norm written in PyTorch operations keeps its normalised input as well."""
     fused_swiglu: bool = True
     """SwiGLU keeps gate and up. Written as `silu(gate) * up` it keeps `silu(gate)` as well."""
-    attention: Literal["flash", "softmax", "masked-softmax"] = "flash"
+    attention: Literal["flash", "softmax", "masked-softmax", "recomputed-softmax"] = "flash"
     """`flash` keeps queries, keys, values, output and one float32 a row. `softmax` keeps seq x seq probabilities;
-    `masked-softmax` a boolean mask of that shape for every layer as well."""
+    `masked-softmax` a boolean mask of that shape for every layer as well; `recomputed-softmax` makes them again in
+    backward (Megatron's selective recompute)."""
+    fp8_inputs: bool = False
+    """Transformer Engine in fp8 keeps what its products read in one byte an element (`_Linear.forward` saves the
+    quantised input); attention keeps its own 16-bit tensors."""
     whole_qkv: bool = False
     """Values are a view, so that the whole query-key-value product stays until backward."""
     rotary_tables_per_layer: bool = False
@@ -50,6 +57,11 @@ class Assumptions:
     every rank gathers all logits, and PyTorch's `cross_entropy` works on float32 copies of them."""
     logits_held_over: int = 0
     """Micro-batches whose logits the pipeline's output buffers still hold when the next one is computed."""
+    collectives_hold: bool = False
+    """What a collective has read or written is not given out again before the host waits for the device: PyTorch's
+    `recordStream`, the default before TORCH_NCCL_AVOID_RECORD_STREAMS."""
+    keeps_stage_output: bool = False
+    """What a stage sends on stays in its buffer until the gradient comes back; others free it once it is sent."""
     weight_gradient_cache: bool = False
     """Transformer Engine keeps one dummy weight gradient for every distinct weight shape."""
     vocab_multiple: int = 1
@@ -57,7 +69,8 @@ class Assumptions:
     extra_tokens: int = 0
     """Tokens that the tokenizer adds to the vocabulary before padding (Megatron's NullTokenizer adds 1)."""
     workspace_bytes: int = 64 * MIB
-    """cuBLAS and cuBLASLt, 32 MiB each on Hopper and Blackwell; attention's own scratch is counted with its layer."""
+    """cuBLAS: 32 MiB on Hopper for each pair of handle and stream (`parseChosenWorkspaceSize`); handles belong to
+    threads, and backward runs in one of autograd's. Attention's own scratch is counted with its layer."""
     context_bytes: int = 500 * MIB
     """A CUDA context with PyTorch's kernels loaded."""
     nccl_bytes_per_group: int = 350 * MIB
@@ -71,7 +84,10 @@ class Assumptions:
     fragmentation_expandable: float = 0.015
     """The same with expandable segments: what rounding to 2 MiB pages and late frees leave."""
     uncertainty: float = 0.025
-    """Standard deviation of the prediction, as a share of the peak; from it comes the probability of running out."""
+    """Standard deviation of the prediction of the tensors, as a share of the peak; `fits` leaves one of it to spare."""
+    allocator_uncertainty: float = 0.0
+    """The same of what an allocator without expandable segments takes beside them. Set by eye on the 13B rows of the
+    A100 sweeps (docs/planner-memory.md); it widens the probability of running out and moves no answer of `fits`."""
 
     @property
     def fragmentation_share(self) -> float:
@@ -87,5 +103,6 @@ MEGATRON = Assumptions(
     weight_gradient_cache=True,
     vocab_multiple=128,
     expandable_segments=False,
+    allocator_uncertainty=0.04,
 )
 """Megatron-Core with Transformer Engine: fused norm-linear, flash attention, distributed optimizer, fused loss."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import erf, sqrt
+from math import erf, hypot, sqrt
 from operator import mul
 
 from triweave.layout import Layout
@@ -224,5 +224,5 @@ def _with_surroundings(
         used_bytes=allocated + sum(beside.values()),
         components=parts,
         at=at,
-        uncertainty=a.uncertainty,
+        uncertainty=hypot(a.uncertainty, a.allocator_uncertainty),
     )

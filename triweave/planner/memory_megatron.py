@@ -7,6 +7,7 @@ gate and up in one product. `Assumptions` says where another program differs. Fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from triweave.planner.assumptions import Assumptions
@@ -31,6 +32,7 @@ def embedding_block(s: Sizes, a: Assumptions, unit: Unit) -> Block:
     b = Tape({**kept, "gradient": s.slice})
     b.make("whole gradients", unit.whole_gradients)
     b.make("gathered gradient", s.gathered)
+    _add_gradients(b, unit.new_gradients)
     b.free("gathered gradient", "gradient", "token rows")
     b.make("reduced gradients", unit.reduced_gradients)
     b.free("reduced gradients", "whole gradients")
@@ -54,8 +56,9 @@ def layer_block(s: Sizes, a: Assumptions, unit: Unit) -> Block:
         again = replace(a, selective_ops=False)
         _layer_forward(b, s, again)
         b.free("output", "gate", "down kept")
-    _mlp_backward(b, s, a)
-    _attention_backward(b, s, a)
+    query_key_value, projection, gate_up, down = unit.new_gradients[:4] or (0, 0, 0, 0)
+    _mlp_backward(b, s, a, gate_up, down)
+    _attention_backward(b, s, a, query_key_value, projection)
     b.free("gathered weights")
     b.make("reduced gradients", unit.reduced_gradients)
     b.free("reduced gradients", "whole gradients", "gradient")
@@ -75,11 +78,7 @@ def head_block(s: Sizes, a: Assumptions, unit: Unit) -> Block:
     whole = s.logits * (s.tp if a.loss == "gathered" else 1)
     in_float32 = whole // s.element * 4
     if a.loss == "gathered":
-        if s.tp > 1:
-            f.make("slices", whole)
-            f.make("gathered logits", whole)
-            f.free("slices", "logits")
-            f.rename("gathered logits", "logits")
+        _gather_logits(f, s)
         f.make("float32 logits", in_float32)
         f.make("probabilities", in_float32)
         f.free("float32 logits")
@@ -100,6 +99,15 @@ def head_block(s: Sizes, a: Assumptions, unit: Unit) -> Block:
         b.free("probabilities", "loss gradient")
         b.make("logits' gradient", whole)
         b.free("float32 gradient")
+        if s.tp > 1:
+            b.make("slice's gradient", s.logits)
+            b.free("logits' gradient")
+            b.rename("slice's gradient", "logits' gradient")
+        if "layer" in s.recompute:
+            # The head is checkpointed as every layer is: its product and the gathering are done again.
+            b.make("slice of logits", s.logits)
+            _gather_slices(b, s)
+            b.free("slice of logits", "logits again")
     elif a.loss == "vocab-parallel":
         b.make("logits' gradient", s.logits)
         b.free("probabilities")
@@ -110,6 +118,7 @@ def head_block(s: Sizes, a: Assumptions, unit: Unit) -> Block:
         b.rename("logits", "logits' gradient")
     b.make("gathered input", s.gathered)
     b.make("input's gradient", s.hidden)
+    _add_gradients(b, unit.new_gradients)
     b.free("logits' gradient", "gathered input", "head input", "normalised head input", "float32 head input", "logits")
     b.make("gradient", s.slice)
     b.free("input's gradient", "gathered weights")
@@ -118,11 +127,32 @@ def head_block(s: Sizes, a: Assumptions, unit: Unit) -> Block:
     return Block(kept, Pass.of(f), Pass.of(b), {"head input": s.slice, "logits' gradient": s.logits})
 
 
+def _gather_logits(t: Tape, s: Sizes) -> None:
+    if s.tp > 1:
+        t.rename("logits", "slice of logits")
+        _gather_slices(t, s)
+        t.free("slice of logits")
+        t.rename("logits again", "logits")
+
+
+def _gather_slices(t: Tape, s: Sizes) -> None:
+    """`all_gather` into a list and a concatenation: NCCL fills one flat buffer, copied to the list, then joined."""
+    if s.tp > 1:
+        slices = [f"slice {number}" for number in range(1, s.tp)]
+        for name in slices:
+            t.make(name, s.logits)
+        t.make("flat slices", s.logits * s.tp)
+        t.free("flat slices")
+        t.make("logits again", s.logits * s.tp)
+        t.free(*slices)
+
+
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
 def _layer_forward(t: Tape, s: Sizes, a: Assumptions) -> None:
     _norm(t, s, a, "attention")
+    _quantise(t, s, a, "attention input", s.slice)
     t.make("query-key-value", s.qkv)
     if a.rotary_tables_per_layer:
         t.make("rotary tables", 4 * s.rotary)
@@ -137,6 +167,10 @@ def _layer_forward(t: Tape, s: Sizes, a: Assumptions) -> None:
     else:
         _softmax_forward(t, s, a)
         t.make("attention output", s.query)
+    if a.attention == "recomputed-softmax":
+        t.free(*_SCORES)
+    if a.fp8_inputs:
+        t.make("projection input", s.query // s.element)
     _row_output(t, s, "attended")
     t.make("mlp residual", s.slice)
     t.free("attended")
@@ -148,10 +182,15 @@ def _layer_forward(t: Tape, s: Sizes, a: Assumptions) -> None:
         t.free("keys", "mlp residual")
 
     _norm(t, s, a, "mlp")
-    t.make("gate and up", s.gate_up)
-    if not a.fused_swiglu:
+    _quantise(t, s, a, "mlp input", s.slice)
+    if a.fused_swiglu:
+        t.make("gate and up", s.gate_up)
+    else:
+        t.make("gate", s.ffn)
+        t.make("up", s.ffn)
         t.make("silu of gate", s.ffn)
     t.make("product", s.ffn)
+    _quantise(t, s, a, "product", s.ffn)
     _row_output(t, s, "down")
     t.make("output", s.slice)
     t.free("down")
@@ -179,6 +218,15 @@ def _softmax_forward(t: Tape, s: Sizes, a: Assumptions) -> None:
     t.make("dropped probabilities", s.scores)
 
 
+def _quantise(t: Tape, s: Sizes, a: Assumptions, name: str, size: int) -> None:
+    """What a product in fp8 reads: a copy of one byte an element, kept in place of the 16-bit tensor."""
+    if a.fp8_inputs:
+        t.make("quantised", size // s.element)
+        t.free(name)
+        t.rename("quantised", name)
+
+
+_SCORES = ("attention mask", "attention probabilities", "dropout mask", "dropped probabilities")
 _NORM_ATTENTION = ("normalised attention input", "float32 attention input")
 _ATTENTION = (
     "attention input",
@@ -188,14 +236,21 @@ _ATTENTION = (
     "queries",
     "keys",
     "values",
-    "attention mask",
-    "attention probabilities",
-    "dropout mask",
-    "dropped probabilities",
+    *_SCORES,
     "attention output",
     "logsumexp",
+    "projection input",
 )
-_MLP = ("mlp input", "normalised mlp input", "float32 mlp input", "gate and up", "silu of gate", "product")
+_MLP = (
+    "mlp input",
+    "normalised mlp input",
+    "float32 mlp input",
+    "gate and up",
+    "gate",
+    "up",
+    "silu of gate",
+    "product",
+)
 
 
 def _norm(t: Tape, s: Sizes, a: Assumptions, name: str) -> None:
@@ -228,7 +283,14 @@ def _row_output(t: Tape, s: Sizes, name: str) -> None:
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def _mlp_backward(t: Tape, s: Sizes, a: Assumptions) -> None:
+def _add_gradients(t: Tape, sizes: Sequence[int]) -> None:
+    """Gradients of weights, one after the other added to their sums."""
+    for size in sizes:
+        t.make("weight's gradient", size)
+        t.free("weight's gradient")
+
+
+def _mlp_backward(t: Tape, s: Sizes, a: Assumptions, gate_up: int, down: int) -> None:
     if "mlp" in s.recompute:
         _norm(t, s, a, "mlp")
         t.make("gate and up", s.gate_up)
@@ -236,13 +298,15 @@ def _mlp_backward(t: Tape, s: Sizes, a: Assumptions) -> None:
         t.make("product", s.ffn)
     t.make("gathered gradient", s.gathered)
     t.make("product's gradient", s.ffn)
+    _add_gradients(t, [down])
     t.free("product", "gathered gradient")
     t.make("projected gradient", s.gate_up)
-    t.free("product's gradient", "gate and up", "silu of gate")
-    _column_backward(t, s, a, "mlp input", "mlp residual")
+    t.free("product's gradient", "gate and up", "gate", "up", "silu of gate")
+    # Gate and up are two products where the activation is not fused; each leaves a gradient of their input.
+    _column_backward(t, s, a, "mlp input", "mlp residual", [gate_up] if a.fused_swiglu else [gate_up // 2] * 2)
 
 
-def _attention_backward(t: Tape, s: Sizes, a: Assumptions) -> None:
+def _attention_backward(t: Tape, s: Sizes, a: Assumptions, query_key_value: int, projection: int) -> None:
     if "attention" in s.recompute:
         _norm(t, s, a, "attention")
         for name, size in (
@@ -255,10 +319,13 @@ def _attention_backward(t: Tape, s: Sizes, a: Assumptions) -> None:
             t.make(name, size)
     t.make("gathered gradient", s.gathered)
     t.make("attention output's gradient", s.query)
+    _add_gradients(t, [projection])
     t.free("gathered gradient")
     if a.attention == "flash":
         t.make("attention scratch", s.query // s.element * 4)
     else:
+        if a.attention == "recomputed-softmax":
+            _softmax_forward(t, s, a)
         t.make("dropped gradient", s.scores)
         t.free("dropped probabilities", "attention probabilities")
         t.make("probabilities' gradient", s.scores)
@@ -270,14 +337,17 @@ def _attention_backward(t: Tape, s: Sizes, a: Assumptions) -> None:
     t.free(*(name for name in _ATTENTION if name not in ("attention input", *_NORM_ATTENTION)))
     t.make("projected gradient", s.qkv)
     t.free("attention gradients")
-    _column_backward(t, s, a, "attention input", "input")
+    _column_backward(t, s, a, "attention input", "input", [query_key_value])
 
 
-def _column_backward(t: Tape, s: Sizes, a: Assumptions, kept: str, source: str) -> None:
-    """A product's backward, its norm's, and the sum with the residual stream's gradient."""
+def _column_backward(t: Tape, s: Sizes, a: Assumptions, kept: str, source: str, weights: Sequence[int]) -> None:
+    """Backward of products that read one input, of its norm, and the sum with the residual stream's gradient."""
     if not a.keeps_gathered_input:
         t.make("gathered input", s.gathered)
-    t.make("input's gradient", s.hidden)
+    for number, weight in enumerate(weights):
+        t.make("input's other gradient" if number else "input's gradient", s.hidden)
+        _add_gradients(t, [weight])
+    t.free("input's other gradient")
     if s.sequence_parallel:
         t.make("normed gradient", s.slice)
         t.free("gathered input", "input's gradient")

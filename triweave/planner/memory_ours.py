@@ -30,6 +30,8 @@ class Unit:
     """Whole gradients of earlier units that are still being reduced in the module's backward."""
     still_reducing: int = 0
     """What the last backward may have left so when the module's forward computes."""
+    new_gradients: tuple[int, ...] = ()
+    """Every weight's gradient of one micro-batch, made before it is added to the sum (gradients of autograd's own)."""
 
 
 def embedding_block(s: Sizes, unit: Unit) -> Block:

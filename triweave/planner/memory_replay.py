@@ -87,11 +87,27 @@ _Visit = tuple[int, int]
 _Key = tuple[_Visit, int, str]
 
 
+_OF_COLLECTIVES = (
+    "attended",
+    "down",
+    "flat slices",
+    "gathered gradient",
+    "input's gradient",
+    "input's other gradient",
+    "normed gradient",
+    "normed slice",
+    "partial sum",
+    "slice ",
+)
+"""Tensors that tensor parallelism's collectives read or write, as the tapes name them."""
+
+
 class _Rank:
     """Tensors of one rank by micro-batch of a virtual stage, block and name."""
 
-    def __init__(self, allocator: CachingAllocator) -> None:
+    def __init__(self, allocator: CachingAllocator, collectives_hold: bool) -> None:
         self.allocator = allocator
+        self.collectives_hold = collectives_hold
         self.blocks: dict[_Key, MemoryBlock] = {}
 
     def make(self, key: _Key, size: int) -> None:
@@ -99,7 +115,11 @@ class _Rank:
 
     def free(self, key: _Key) -> None:
         block = self.blocks.pop(key, None)
-        if block is not None:
+        if block is None:
+            return
+        if self.collectives_hold and key[2].startswith(_OF_COLLECTIVES):
+            self.allocator.hold_back(block)
+        else:
             self.allocator.release(block)
 
     def move(self, key: _Key, to: _Key) -> None:
@@ -144,28 +164,26 @@ def replay_rank(
     units = [unit for stage in tapes for unit in stage_units(spec, layout, stage, a)]
     states = states_of(units, layout, dtype, a)
     allocator = CachingAllocator(capacity)
-    here = _Rank(allocator)
+    here = _Rank(allocator, a.collectives_hold and layout.tp > 1)
     at = "the weights"
     try:
-        # Gradient sums stand from the start; gradients of autograd's own come with the first backward of a step.
-        lazily = a.gradient_bytes < 4
         standing = standing_bytes(spec, layout, rank, s, num_micro_batches, dtype, a)
         # What comes later: moments with the first step's end, other micro-batches' logits with their forward.
-        later = {"moments", "logits and loss: held over"} | ({"gradients"} if lazily else set())
+        later = {"moments", "logits and loss: held over"} | ({"gradients"} if a.gradients_of_autograd else set())
         for name, size in standing.items():
             if name not in later:
                 allocator.allocate(size)
         for step in range(2):
             for action in actions:
                 at = f"step {step + 1}, {action}"
-                own = units if lazily and action.micro_batch == 0 else []
+                own = units if a.gradients_of_autograd and action.micro_batch == 0 else []
                 last = action.stage == layout.num_stages - 1
-                _act(here, tapes[action.stage], action, a, last=last, gradients=own)
+                _act(here, tapes[action.stage], action, a, last=last, gradients=own, again="layer" in s.recompute)
             here.clear()
             if step == 0:
                 at = "the optimizer's first step"
                 owned = states.moments // 2
-                gradient = allocator.allocate(owned) if a.gradient_bytes < 4 else None
+                gradient = allocator.allocate(owned) if a.gradients_of_autograd else None
                 for _ in range(2):
                     allocator.allocate(owned)
                 if gradient is not None:
@@ -183,6 +201,7 @@ def _act(
     *,
     last: bool,
     gradients: Sequence[ParameterUnit],
+    again: bool,
 ) -> None:
     visit = (action.stage, action.micro_batch)
     blocks: list[Block] = [block for block, times, _ in tapes.blocks for _ in range(times)]
@@ -196,6 +215,8 @@ def _act(
                     here.make((visit, -1, name), size)
             else:
                 here.move((visit, number - 1, "output"), (visit, number, "input"))
+            # Attention looks up the longest sequence, for which the host waits.
+            here.allocator.wait()
             here.run(block.forward.steps, visit, number, frozenset())
         if last and held_over:
             earlier = (action.stage, action.micro_batch - 1 - a.logits_held_over)
@@ -207,6 +228,8 @@ def _act(
         block = blocks[number]
         if number == len(blocks) - 1 and not last:
             here.make((visit, number, "gradient"), _size(block, "gradient"))
+        if again:
+            here.allocator.wait()
         here.run(block.backward.steps[:-1] if number else block.backward.steps, visit, number, held_over)
         for unit in gradients[number:] if number == len(blocks) - 1 else gradients[number : number + 1]:
             for index, size in enumerate(unit.shapes):

@@ -40,7 +40,7 @@ class StageTapes:
     num_layers: int
     head: Block | None
     shared: Mapping[str, int]
-    """What all layers share for a micro-batch: the rotary tables."""
+    """What a micro-batch keeps beside its blocks: the rotary tables that all layers share, perhaps the output."""
 
     @property
     def blocks(self) -> list[tuple[Block, int, str]]:
@@ -107,8 +107,10 @@ def stage_tapes(spec: ModelSpec, layout: Layout, stage: int, s: Sizes, dtype: st
     if holds_head(layout, stage):
         head = _head(s, a, shared["head"])
     layer = _layer(s, a, shared.get("layer", Unit()))
-    tables = {"rotary tables": 2 * s.rotary} if a.bookkeeping == "ours" else {}
-    return StageTapes(embedding, layer, layout.layers[stage], head, tables)
+    per_micro_batch = {"rotary tables": 2 * s.rotary} if a.bookkeeping == "ours" else {}
+    if a.keeps_stage_output and head is None:
+        per_micro_batch["stage output"] = s.slice
+    return StageTapes(embedding, layer, layout.layers[stage], head, per_micro_batch)
 
 
 @lru_cache(maxsize=4096)

@@ -118,7 +118,7 @@ def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumpt
 
 
 def shared_units(units: list[ParameterUnit], layout: Layout, stage: int, dtype: str, a: Assumptions) -> dict[str, Unit]:
-    """What the modules of a stage add where weights or gradients are kept in shards: `embed`, `layer` and `head`.
+    """What the modules of a stage add where gradients are autograd's own, or weights or gradients lie in shards.
 
     A layer's is that of the stage's last one, the first to run backward: there most else is kept.
     """
@@ -129,6 +129,11 @@ def shared_units(units: list[ParameterUnit], layout: Layout, stage: int, dtype: 
     if holds_head(layout, stage):
         places["head"] = len(order) - 1
     dp = data_parallel_size(layout)
+    if a.gradients_of_autograd:
+        return {
+            name: Unit(new_gradients=tuple(size * a.gradient_bytes for size in order[place].shapes))
+            for name, place in places.items()
+        }
     if dp == 1 or layout.shard in ("none", "optimizer"):
         return dict.fromkeys(places, Unit())
     sizes = [unit.numel(_ALIGNMENT * dp) for unit in order]

@@ -13,7 +13,7 @@ from typing import Any
 from triweave.errors import InputError, Problem
 from triweave.planner.memory import predict_memory
 from triweave.planner.memory_replay import fits
-from triweave.planner.published_memory import case_of
+from triweave.planner.published_memory import capacity_of, case_of
 from triweave.planner.time_rows import run_of_row, step_s_of_row
 from triweave.planner.time_step import predict_step
 
@@ -113,7 +113,7 @@ def predict_row(row: Row) -> dict[str, Any]:
             "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
         }
     try:
-        answer |= _memory(row, None if isinstance(run, str) else run.cluster.gpu.usable_bytes)
+        answer |= _memory(row, capacity_of(row["gpu_type"]))
     except InputError as error:
         unpredicted["peak_gib"] = str(error)
     if unpredicted:
