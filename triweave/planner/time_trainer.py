@@ -197,5 +197,5 @@ TRIWEAVE_EAGER = trainer_stack("triweave eager", EAGER, CLIP_APART, Overlap())
 TRIWEAVE_FUSED = trainer_stack("triweave fused", FUSED, CLIP_INSIDE, Overlap(piece_tokens=2048, data_parallel=1.0))
 """Fused kernels and every axis overlapped."""
 
-TRIWEAVE = TRIWEAVE_EAGER
+TRIWEAVE = TRIWEAVE_FUSED
 """The trainer as it is; the stack that `predict_step` takes by default."""
