@@ -23,7 +23,8 @@ from pathlib import Path
 from time_cases import Case, Prediction, fit, one_constant, predict, read, score
 from time_doubts import flop_conventions, noise, repeated, repeats, sheets
 from time_groups import FOLDS, LINKS, group_of
-from time_unseen import one_layer, own_runs, unseen_gpus
+from time_own import CAUSES, one_layer, own_causes, own_runs, read_own
+from time_unseen import unseen_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -127,6 +128,7 @@ SHEET_HEADER = [
     "tau without two-stage layouts",
 ]
 OWN_HEADER = ["model", "layout", "measured s", "error before the run", "error now", "in range", "fused, forecast s"]
+CAUSE_HEADER = ["model", "layout", "missing", "gathers as measured", *(name for name, _ in CAUSES), "left"]
 OWN_RUNS = ROOT / "bench" / "results" / "2026-11-30-speed-2xh200.json"
 MARKS = ("<!-- tables: python bench/predict_time.py --docs -->", "<!-- end of tables -->")
 
@@ -146,6 +148,7 @@ def tables(cases: Sequence[Case], left_out: Counter[tuple[str, str]]) -> tuple[s
         if chosen:
             sentence, numbers[key] = summary(name, chosen)
             sentences.append(f"- {sentence}")
+    own = list(read_own(OWN_RUNS))
     parts = [
         "### Calibrated on one group, tried on another\n",
         "Fitted: the stack's efficiency, and in the first three folds also the share of the links it reaches.\n",
@@ -154,11 +157,14 @@ def tables(cases: Sequence[Case], left_out: Counter[tuple[str, str]]) -> tuple[s
         "### GPUs that no number came from\n",
         markdown(["GPU", "share of peak known from", "n", "MAPE", "mean", "in range"], unseen_gpus(cases)),
         "### Our own steps on two H200\n",
-        markdown(OWN_HEADER, own_runs(OWN_RUNS)),
+        markdown(OWN_HEADER, own_runs(own)),
+        "Milliseconds that were missing, and where they went:\n",
+        markdown(CAUSE_HEADER, own_causes(own)),
         "### One layer of our trainer, operation by operation\n",
         "Llama-3-8B, 8,192 tokens, one H200, nothing recomputed, nothing communicated.\n",
         markdown(["kernels", "operation", "TFLOP", "GB moved", "forward ms", "backward ms"], one_layer()),
         "### Every source, with the constants that ship\n",
+        summary("All priced rows", [(case, predict(case)) for case in cases])[0] + "\n",
         markdown(SOURCE_HEADER, by_source(cases)),
         "### Order and pick on the Llama sweeps, and what noise allows\n",
         f"One measurement has a standard deviation of {100 * noise(repeats(cases)):.2f} %, from the pairs below.\n",

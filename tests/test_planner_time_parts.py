@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triweave.cluster import CATALOGUE, Cluster
 from triweave.errors import InputError
 from triweave.layout import Layout
-from triweave.planner.machine import MACHINES, MIB, Curve, curve_from_bus_bandwidth, machine
+from triweave.planner.machine import MACHINES, MIB, Curve, curve_from_bus_bandwidth, machine, machine_of
 from triweave.planner.time_attention import attention_s
 from triweave.planner.time_collectives import (
     GroupShape,
@@ -142,6 +143,30 @@ def test_unknown_gpu_is_named_with_the_nearest() -> None:
     with pytest.raises(InputError, match="h100-80gb") as caught:
         machine("h100-80g")
     assert caught.value.problems[0].nearest == "h100-80gb"
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES.keys() & CATALOGUE.keys()))
+def test_datasheet_figures_stand_in_one_place(name: str) -> None:
+    """Peaks, processors and ports of a machine are the catalogue's; nothing measured exceeds them."""
+    gpu, known = CATALOGUE[name], machine(name)
+    assert (known.peak_bf16, known.peak_fp8 or 0.0, known.sms) == (gpu.peak_flops, gpu.peak_fp8_flops, gpu.num_sms)
+    assert known.nic_bytes_per_s == gpu.nic_bandwidth
+    assert known.hbm_bytes_per_s < gpu.memory_bandwidth
+    assert machine_of(Cluster(4, 8, gpu)) is known
+
+
+def test_a_cluster_files_figures_reach_the_prediction() -> None:
+    """Half the ports, or NVLink and memory at half speed: twice the time of what goes through them."""
+    gpu = CATALOGUE["h100-80gb"]
+    usual = machine("h100-80gb")
+    sparse = machine_of(Cluster(2, 8, gpu, rails=4))
+    slow = machine_of(Cluster(2, 8, replace(gpu, nvlink_bandwidth=225e9, memory_bandwidth=gpu.memory_bandwidth / 2)))
+    wide, size = GroupShape(16, 1), 1024.0 * MIB
+    assert all_reduce_s(sparse, wide, size) == pytest.approx(2 * all_reduce_s(usual, wide, size), rel=0.02)
+    inside = GroupShape(8, 8)
+    assert all_reduce_s(slow, inside, size) == pytest.approx(2 * all_reduce_s(usual, inside, size))
+    assert slow.hbm_bytes_per_s == pytest.approx(usual.hbm_bytes_per_s / 2)
+    assert machine_of(Cluster(2, 8, gpu, rails=4)) is sparse
 
 
 def test_machines_are_compared_by_identity() -> None:

@@ -82,7 +82,7 @@ def _attention(place: Place) -> _Half:
     rotary = place.memory(place.tokens * (query + key_value), stack.rotary)
     heads = place.memory(place.tokens * (query + 2 * key_value), stack.heads)
     casts = place.casts(place.tokens * (decoder.hidden + query))
-    tp_forward, tp_backward = _tensor_parallel(place, qkv, place.stack.reductions // 2)
+    tp_forward, tp_backward = _tensor_parallel(place, qkv, out, place.stack.reductions // 2)
     cp_forward, cp_backward = _context_parallel(place, key_value, core_forward, core_backward)
     merge = place.memory((place.cp.ranks - 1) * place.tokens * query, _MERGE_OUTPUT)
     merge_keys = place.memory((place.cp.ranks - 1) * place.tokens * 2 * key_value, _MERGE_KEYS)
@@ -118,7 +118,7 @@ def _mlp(place: Place) -> _Half:
     residual = place.memory(place.own_tokens * decoder.hidden, stack.residual)
     activation = place.memory(place.tokens * width, stack.activation)
     casts = place.casts(place.tokens * (decoder.hidden + width))
-    tp_forward, tp_backward = _tensor_parallel(place, up, stack.reductions - stack.reductions // 2)
+    tp_forward, tp_backward = _tensor_parallel(place, up, down, stack.reductions - stack.reductions // 2)
     parameters = decoder.hidden * (decoder.ffn_in // tp + width)
     work = Work(
         Parts(up[0] + down[0], 0.0, norm[0] + residual[0] + activation[0] + casts, tp_forward),
@@ -128,7 +128,7 @@ def _mlp(place: Place) -> _Half:
     return _Half(work, norm[0], activation[0])
 
 
-def _tensor_parallel(place: Place, column: Products, reductions: int) -> tuple[float, float]:
+def _tensor_parallel(place: Place, column: Products, row: Products, reductions: int) -> tuple[float, float]:
     """Exposed communication of half a layer, forward and backward.
 
     Sequence parallel: a gather before and a reduce-scatter after, the same backward, and the gathered input once
@@ -144,11 +144,33 @@ def _tensor_parallel(place: Place, column: Products, reductions: int) -> tuple[f
     once = reduce_scatter_s(machine, group, place.activation_bytes) / stack.links
     if stack.pipelined < 1:
         return 2 * once * stack.pipelined, 2 * once * stack.pipelined
+    if stack.piece_tokens:
+        return _in_pieces(place, column, row, once)
     again = 1 if stack.gathers_again else 0
     if not stack.overlap_tp:
         return 2 * once, (2 + again) * once
     hidden = again * overlapped_s(once, column[1], stack.slowdown) + overlapped_s(once, column[2], stack.slowdown)
     return 2 * once, once + hidden
+
+
+def _in_pieces(place: Place, column: Products, row: Products, once: float) -> tuple[float, float]:
+    """Exposed communication where every gather and scatter travels beside its own product, cut in pieces.
+
+    A rank multiplies its own slice while the others' arrive, and sends parts of a sum while it computes the next: of n
+    pieces n - 1 have something to hide under. In backward the gather for the weight gradient has the input gradient's
+    product as well, and the last scatter the weight gradient's.
+    """
+    stack, ranks = place.stack, place.tp.ranks
+    together = -(-stack.piece_tokens // max(1, place.own_tokens))
+    pieces = 1 + -(-(ranks - 1) // together)
+    share = (pieces - 1) / pieces
+
+    def exposed(communication: float, compute: float) -> float:
+        return overlapped_s(communication, share * compute, stack.slowdown)
+
+    forward = exposed(once, column[0]) + exposed(once, row[0])
+    backward = exposed(once, row[1]) + overlapped_s(2 * once, share * column[1] + column[2], stack.slowdown)
+    return forward, backward
 
 
 def _context_parallel(place: Place, key_value: int, forward: float, backward: float) -> tuple[float, float]:

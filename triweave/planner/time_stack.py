@@ -102,6 +102,9 @@ class Stack:
     """Whether gate and up are one product."""
     pipelined: float = 1.0
     """Share of a tensor-parallel collective that stays exposed: below 1 where it is cut in pieces with its product."""
+    piece_tokens: int = 0
+    """Tokens that a piece has at least where sequence-parallel products are cut so that one piece travels while another
+    is multiplied, ranks' slices of the sequence being what is cut; 0 where they are not."""
     links: float = 1.0
     """Share of the measured speed of tensor-parallel collectives that training reaches."""
     overlap_pp: bool = True

@@ -23,6 +23,7 @@ SCALING_FUSED = replace(SCALING_FLASH2, name="scaling fused", attention="fused-s
 SCALING_TORCH = replace(SCALING_FLASH2, name="scaling torch", attention="unfused")
 MEGATRON_CORE = replace(TRANSFORMER_ENGINE, name="megatron-core", pipelined=1.0)
 DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed", efficiency=1.0)
+DEEPSPEED_ONE_NODE = replace(DEEPSPEED, name="megatron-deepspeed, one node", efficiency=1.08)
 MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022", efficiency=1.0)
 INTERN = replace(
     SCALING_RMS,
@@ -70,7 +71,7 @@ def _stack(source: str) -> Stack:
     if "mosaicml" in source:
         return FSDP_MPT
     if "vTrain" in source:
-        return DEEPSPEED
+        return DEEPSPEED_ONE_NODE if "ground_truth_single" in source else DEEPSPEED
     if "2205.05198" in source:
         return MEGATRON_2022
     if "2104.04473" in source or "sailor" in source:

@@ -44,11 +44,8 @@ _NORM = Operation(
     ),
 )
 _ADD = Kernel("add", 4, 2)
-_HEADS = Operation(
-    # Values are a sixth to a third of queries, keys and values.
-    (Kernel("copy the values", 1, 1),),
-    (Kernel("gradients of queries, keys, values side by side", 2, 2),),
-)
+# Values are a sixth to a third of queries, keys and values: four bytes of each are one of the three together.
+_VALUES = (0.5, 0.5)
 
 EAGER = Kernels(
     norm=_NORM,
@@ -69,7 +66,10 @@ EAGER = Kernels(
             _ADD,
         ),
     ),
-    heads=_HEADS,
+    heads=Operation(
+        (Kernel("copy the values", *_VALUES),),
+        (Kernel("gradients of queries, keys, values side by side", 2, 2),),
+    ),
     swiglu=Operation(
         (Kernel("silu(gate)", 2, 2, strided=True), Kernel("times up", 4, 2, strided=True)),
         (
@@ -102,19 +102,19 @@ EAGER = Kernels(
 """Plain PyTorch operations; a norm and attention are single kernels."""
 
 FUSED = Kernels(
-    # The residual is added by the norm that follows it: it is counted where the sum is kept.
+    # The stream passes the norm: the first of a layer's two additions, and both of its gradients', are the norm's.
     norm=Operation((Kernel("norm", 2, 2),), (Kernel("norm backward", 4, 2),)),
-    residual=Operation((Kernel("added in the norm", 2, 2),), (Kernel("added in the norm backward", 2, 0),)),
-    rotary=Operation((Kernel("rotate in place", 2, 2),), (Kernel("rotate back in place", 2, 2),)),
-    heads=_HEADS,
-    swiglu=Operation((Kernel("swiglu", 4, 2),), (Kernel("swiglu backward", 6, 4),)),
-    loss=Operation(
-        (Kernel("maximum and sum", 2, 0), Kernel("gradient in place", 2, 2)),
-        (Kernel("times the loss's gradient", 2, 2),),
+    residual=Operation(
+        (Kernel("added by the second norm, one of two", 1, 1), Kernel("added alone, the other", 2, 1)),
+        (Kernel("the stream's gradient, added by the norm backward", 2, 0),),
     ),
+    rotary=Operation((Kernel("rotate in place", 2, 2),), (Kernel("rotate back into one gradient", 2, 2),)),
+    heads=Operation((), (Kernel("the values' gradients into the same", *_VALUES),)),
+    swiglu=Operation((Kernel("swiglu", 4, 2),), (Kernel("swiglu backward", 6, 4),)),
+    loss=Operation((Kernel("maximum, sum and target", 2, 0),), (Kernel("gradient in place, scaled", 2, 2),)),
     host=Host(0.15e-3, 0.3e-3, 30e-6),
 )
-"""One kernel an operation; the loss writes its gradient over the logits in bf16."""
+"""One kernel an operation; logits stay in bf16 and their gradient overwrites them."""
 
 LOOKUP = Operation(
     (Kernel("rows of the table", 2, 2),),
@@ -122,36 +122,54 @@ LOOKUP = Operation(
 )
 """Embedding, per hidden element."""
 
-OPTIMIZER = (
-    Kernel("square", 4, 4),
-    Kernel("sum of squares", 4, 0),
-    Kernel("clip", 4, 4),
-    Kernel("AdamW: gradient, master, two moments", 16, 12),
-    Kernel("publish in bf16", 4, 2),
-)
-"""Per parameter of a rank's shard, once a step."""
 
-GATHER = Copies(shard=moved((Kernel("master to bf16", 4, 2),)))
-SCATTER = Copies(whole=moved((Kernel("zeros", 0, 4),)), shard=moved((Kernel("add to the shard", 8, 4),)))
-"""Sharded weights and gradients, per parameter and micro-batch, beside the collective itself."""
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Passes over parameters and gradients outside the layers."""
+
+    optimizer: tuple[Kernel, ...]
+    """Per parameter of a rank's shard, once a step."""
+    gather: Copies
+    """Sharded weights, each time they are gathered."""
+    scatter: Copies
+    """Sharded gradients, each time they are reduced."""
+
+
+_SQUARE, _SUM = Kernel("square", 4, 4), Kernel("sum of squares", 4, 0)
+_PUBLISH = Kernel("publish in bf16", 4, 2)
+_GATHER = Copies(shard=moved((Kernel("master to bf16", 4, 2),)))
+_SCATTER = Copies(whole=moved((Kernel("zeros", 0, 4),)), shard=moved((Kernel("add to the shard", 8, 4),)))
+
+CLIP_APART = Update(
+    (_SQUARE, _SUM, Kernel("clip", 4, 4), Kernel("AdamW: gradient, master, two moments", 16, 12), _PUBLISH),
+    _GATHER,
+    _SCATTER,
+)
+"""Gradients are scaled in a pass of their own."""
+
+CLIP_INSIDE = Update(
+    (_SQUARE, _SUM, Kernel("AdamW, the divided gradient written back", 16, 16), _PUBLISH), _GATHER, _SCATTER
+)
+"""The fused update divides the gradients while it reads them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """Which communication runs beside computation."""
 
-    tensor_parallel: float = 0.0
-    """Share of a sequence-parallel gather or scatter that its own product hides: with products cut into n chunks and
-    copied by engines beside the processors, 1 - 1/n. The gather of backward and the reduction beside a weight gradient
-    overlap in any case."""
+    piece_tokens: int = 0
+    """Tensor parallel: sequence-parallel products are done in pieces of at least so many tokens, each travelling while
+    another is multiplied; 0 where a product waits for its whole input and a sum for its whole product."""
     pipeline: bool = True
     """Messages between stages travel while the stage computes."""
     data_parallel: float = 0.0
     """Share of gradient reductions and weight gathers that may hide where there is room."""
+    slowdown: float = 0.12
+    """What a collective takes from the compute beside it; 0 for copy engines."""
 
 
-def trainer_stack(name: str, kernels: Kernels, overlap: Overlap) -> Stack:
-    """The trainer with one set of kernels and one set of overlaps."""
+def trainer_stack(name: str, kernels: Kernels, update: Update, overlap: Overlap) -> Stack:
+    """The trainer with one set of kernels, passes and overlaps."""
     return Stack(
         name,
         norm=kernels.norm.bytes,
@@ -162,21 +180,22 @@ def trainer_stack(name: str, kernels: Kernels, overlap: Overlap) -> Stack:
         loss=kernels.loss.bytes,
         lookup=LOOKUP.bytes,
         host=kernels.host,
-        optimizer=moved(OPTIMIZER),
-        gather_copies=GATHER,
-        scatter_copies=SCATTER,
-        pipelined=1.0 - overlap.tensor_parallel,
+        optimizer=moved(update.optimizer),
+        gather_copies=update.gather,
+        scatter_copies=update.scatter,
+        piece_tokens=overlap.piece_tokens,
         overlap_pp=overlap.pipeline,
         overlap_dp=overlap.data_parallel,
+        slowdown=overlap.slowdown,
         links=0.7,
     )
 
 
-TRIWEAVE_EAGER = trainer_stack("triweave eager", EAGER, Overlap())
+TRIWEAVE_EAGER = trainer_stack("triweave eager", EAGER, CLIP_APART, Overlap())
 """Plain kernels, communication exposed: what the runs of `bench/results/2026-11-30-speed-2xh200.md` were."""
 
-TRIWEAVE_FUSED = trainer_stack("triweave fused", FUSED, Overlap(tensor_parallel=0.75, data_parallel=1.0))
-"""Fused kernels and every axis overlapped, tensor-parallel products in four chunks."""
+TRIWEAVE_FUSED = trainer_stack("triweave fused", FUSED, CLIP_INSIDE, Overlap(piece_tokens=2048, data_parallel=1.0))
+"""Fused kernels and every axis overlapped."""
 
 TRIWEAVE = TRIWEAVE_EAGER
 """The trainer as it is; the stack that `predict_step` takes by default."""
