@@ -259,8 +259,8 @@ def test_context_parallel_pays_where_sequences_are_long() -> None:
 
 
 def test_context_parallel_does_not_pay_where_they_are_short(answer: Plan) -> None:
-    """At 4,096 tokens no answer for 70B on 32 GPUs splits sequences."""
-    assert all(one.layout.cp == 1 for one in answer.candidates)
+    """At 4,096 tokens none of the best three for 70B on 32 GPUs splits sequences."""
+    assert all(one.layout.cp == 1 for one in answer.candidates[:3])
 
 
 def test_finds_the_grid_of_a_published_recipe() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json as json_module
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +63,7 @@ def plan(
         if layout is not None:
             found = answer_for(request, layout)
         else:
-            with _Shown() as progress:
+            with _uncollected(), _Shown() as progress:
                 found = search(request, top, progress)
     if json:
         print(json_module.dumps(to_json(request, found)))
@@ -95,6 +98,18 @@ def _write(path: Path, option: str, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(Problem(option, path, f"cannot be written ({error.strerror})")) from None
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: a search makes no cycles, and walking what it remembers would take a fifth of its time."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 class _Shown:

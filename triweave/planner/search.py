@@ -9,7 +9,7 @@ whose most sparing layouts do not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
@@ -174,15 +174,16 @@ class _Walk:
     def _unanswered(self, grid: Grid) -> Rejected:
         """Why a grid has neither an answer nor a fastest plain layout: it is too large, or no better than the last."""
         layers = even_layers(self.request.spec.num_hidden_layers, grid.pp)
-        nearest = min(_widest(Layout(**grid._asdict(), layers=layers)), key=self._first_bytes)
-        used = self._first_bytes(nearest)
+        root = Layout(**grid._asdict(), layers=layers)
+        used, shard = min((self._first_bytes(root, shard), shard) for shard in _shards(root))
+        nearest = replace(root, shard=shard)
         if has_room_for(self.request, used):
             every = [
-                replace(one, layers=order.layers, recompute=recompute)
+                replace(root, layers=order.layers, shard=shard, recompute=recompute)
                 for recompute in reversed(RECOMPUTE)
                 for order in self.orders(grid.pp)
                 if order.schedule == "1f1b"
-                for one in _widest(nearest)
+                for shard in _shards(root)
             ]
             if fitting := next((one for one in every if self._has_room(one)), None):
                 slowest = self.answers[-1].time.step_s
@@ -197,7 +198,7 @@ class _Walk:
         return self._orders[pp]
 
     def _open_grid(self, node: _Node) -> None:
-        if not any(map(self._may_fit, _widest(node.layout))):
+        if not self._roomy_shards(node.layout):
             return
         for number, order in enumerate(self.orders(node.layout.pp)):
             layout = replace(node.layout, **order._asdict())
@@ -208,7 +209,7 @@ class _Walk:
 
     def _open_order(self, node: _Node) -> None:
         replicas, capacity = node.layout.replicas, self.request.capacity_bytes
-        roomy = {one.shard for one in _widest(node.layout) if self._may_fit(one)}
+        roomy = self._roomy_shards(node.layout)
         for number, (shard, group) in enumerate(sharings(replicas)):
             if shard in roomy and _state_bytes(self.request, node.layout, shard, group or replicas) <= capacity:
                 layout = replace(node.layout, shard=shard, shard_group=group)
@@ -236,18 +237,19 @@ class _Walk:
             self.answers += [candidate] * (len(self.answers) < self.top)
             self.trainable = candidate if trainable else self.trainable
 
-    def _may_fit(self, layout: Layout) -> bool:
-        """Whether the first rank has room in 1F1B order with the layers spread evenly.
+    def _roomy_shards(self, layout: Layout) -> list[Shard]:
+        """Shard levels at which the first rank may have room in 1F1B order with the layers spread evenly.
 
         No other order holds fewer layers or fewer micro-batches on it.
         """
-        return has_room_for(self.request, self._first_bytes(layout))
+        return [shard for shard in _shards(layout) if has_room_for(self.request, self._first_bytes(layout, shard))]
 
-    def _first_bytes(self, layout: Layout) -> int:
-        key = grid_of(layout), layout.micro_batch, layout.shard
+    def _first_bytes(self, layout: Layout, shard: Shard) -> int:
+        """What the first rank uses at least, shared among all ranks."""
+        key = grid_of(layout), layout.micro_batch, shard
         if key not in self._first:
             layers = even_layers(self.request.spec.num_hidden_layers, layout.pp)
-            plain = replace(layout, schedule="1f1b", vpp=1, layers=layers)
+            plain = replace(layout, schedule="1f1b", vpp=1, layers=layers, shard=shard, shard_group=None)
             self._first[key] = least_bytes(self.request, plain)
         return self._first[key]
 
@@ -267,10 +269,9 @@ def _is_plain(layout: Layout) -> bool:
     return layout.cp == 1 and layout.schedule == "1f1b" and not layout.uses_shard_groups
 
 
-def _widest(layout: Layout) -> Iterator[Layout]:
-    """A layout at each shard level, shared among all ranks."""
-    for shard in SHARDS if layout.replicas > 1 else SHARDS[:1]:
-        yield replace(layout, shard=shard, shard_group=None)
+def _shards(layout: Layout) -> tuple[Shard, ...]:
+    """The shard levels of a layout's ranks; one rank has nothing to share."""
+    return SHARDS if layout.replicas > 1 else SHARDS[:1]
 
 
 def _state_bytes(request: Request, layout: Layout, shard: Shard, ranks: int) -> float:
