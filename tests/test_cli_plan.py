@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from tiny_models import tiny_llama, tiny_tokenizer
 from triweave.cli import main
 from triweave.config.load import load_run
 from triweave.config.validate import validate
+from triweave.errors import InputError
 
 PROBLEM = {
     "model": "meta-llama/Llama-3-70B",
@@ -35,6 +37,7 @@ LAYOUT_KEYS = {
     "dp",
     "micro_batch",
     "shard",
+    "shard_group",
     "schedule",
     "recompute",
     "sequence_parallel",
@@ -155,23 +158,34 @@ def test_nothing_fits(plan: Answer) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"cluster": "4x7xh100"}, ["4x7xh100", "nearest: 4x7xh100-80gb"]),
+        ({"cluster": "4x7xh100"}, ["4x7xh100", "nearest: 4x8xh100-80gb"]),
+        ({"cluster": "4x7xh100-80gb"}, ["--cluster = 4x7", "7 GPUs", "1, 2, 4 or 8", "nearest: 4x8xh100-80gb"]),
+        ({"cluster": "18x8xgb200-186gb"}, ["8 GPUs", "1, 2 or 4", "72", "nearest: 18x4xgb200-186gb"]),
+        ({"cluster": "none.yaml"}, ["none.yaml", "does not exist"]),
         ({"cluster": "4x8"}, ["4x8"]),
         ({"cluster": "1x1xcpu"}, ["has no GPU to plan for"]),
         ({"cluster": "1x8xa100-pcie-80gb"}, ["has no measured speeds"]),
         ({"model": "gpt2"}, ["gpt2", "neither a folder nor one of"]),
-        ({"global-batch": "3"}, ["--global-batch = 3", "no layout of 32 GPUs divides it", "nearest: 4"]),
+        ({"global-batch": "3", "seq": "4095"}, ["--global-batch = 3", "no layout of 32 GPUs", "nearest: 32"]),
         ({"global-batch": "0"}, ["--global-batch = 0", "at least 1"]),
         ({"seq": "0"}, ["--seq = 0", "at least 1"]),
         ({"seq": "9000"}, ["--seq = 9000", "8192"]),
         ({"top": "0"}, ["--top = 0", "at least 1"]),
-        ({"layout": "tp=8,pp=4,vpp=32,schedule=interleaved"}, ["layout.vpp = 32", "128", "80 layers", "nearest: 20"]),
-        ({"layout": "tp=8,pp=4,vpp=2"}, ["layout.vpp = 2", "interleaved", "nearest: 1"]),
-        ({"layout": "tp=8,pp=4,micro_batch=64"}, ["2 micro-batches", "pp = 4", "at least 4", "nearest: 256"]),
+        ({"layout": "tp=8,pp=4,vpp=32,schedule=interleaved"}, ["--layout vpp = 32", "128", "80 layers", "nearest: 20"]),
+        ({"layout": "tp=8,pp=4,vpp=2"}, ["--layout vpp = 2", "interleaved", "nearest: 1"]),
+        (
+            {"layout": "tp=8,pp=4,micro_batch=64"},
+            ["--global-batch = 128", "2 micro-batches", "at least 4", "nearest: 256"],
+        ),
         ({"layout": "tp=8,pp=4,micro_batch=3"}, ["multiple of micro_batch x dp = 3 x 1 = 3", "nearest: 129"]),
-        ({"layout": "tp=16,pp=2"}, ["layout.tp = 16", "node of 8 GPUs", "nearest: 8"]),
-        ({"layout": "tp=3,pp=4"}, ["layout.tp = 3", "64 attention heads", "nearest: 2"]),
-        ({"layout": "cp=8", "seq": "4100"}, ["= 4100", "2 x 8 = 16", "nearest: 4096"]),
+        ({"layout": "tp=8,pp=4,vpp=3,schedule=interleaved"}, ["--layout vpp = 3", "20 layers", "nearest: 2"]),
+        ({"layout": "tp=16,pp=2"}, ["--layout tp = 16", "node of 8 GPUs", "--tp-across-nodes", "nearest: 8"]),
+        ({"layout": "dp=16,cp=2,shard_group=3"}, ["--layout shard_group = 3", "16 x 2 = 32", "nearest: 2"]),
+        ({"layout": "shard_group=8,shard=none"}, ["--layout shard_group = 8", "shard is none"]),
+        ({"layout": "shard_group=0"}, ["--layout shard_group = 0", "at least 1"]),
+        ({"profile": "h20"}, ["--profile = h20", "h200", "nearest: h200"]),
+        ({"layout": "tp=3,pp=4"}, ["--layout tp = 3", "64 attention heads", "nearest: 2"]),
+        ({"layout": "cp=8", "seq": "4100"}, ["--seq = 4100", "2 x 8 = 16", "nearest: 4096"]),
         ({"layout": "tp=8,pp=4,layers=[20,20,20]"}, ["layers of 3 stages", "sums to 60", "80 layers"]),
         ({"layout": "tp=8,pp=5"}, ["= 40", "32 ranks"]),
         ({"layout": "speed=9"}, ["speed"]),
@@ -285,3 +299,82 @@ finally:
     assert loaded.strip() == "[]"
     # Less than a second on an idle machine; tests run beside others.
     assert float(seconds) < 3, time.monotonic() - started
+
+
+def test_messages_name_what_was_typed(plan: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rule is told of an option to who typed an option, and of a key to who wrote a run file."""
+    monkeypatch.chdir(tmp_path)
+    tiny_tokenizer(tiny_llama(tmp_path / "model"))
+    (tmp_path / "train.jsonl").write_text('{"text": "hello"}\n', encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(
+        "model: {path: model}\ncluster: 1x8xh100-80gb\nlayout: {tp: 2, micro_batch: 3}\n"
+        "data: {train: train.jsonl, seq_len: 256}\ntrain: {global_batch: 64, epochs: 1}\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(InputError) as refused:
+        validate(load_run(tmp_path / "run.yaml"))
+    (problem,) = refused.value.problems
+    assert problem.key == "train.global_batch"
+    options = {"model": "model", "cluster": "1x8xh100-80gb", "seq": "256", "global_batch": "64"}
+    _, _, errors = plan(layout="tp=2,micro_batch=3", **options)
+    assert errors.endswith(f"error: --global-batch = 64: {problem.rule}; nearest: {problem.nearest}\n")
+
+
+def test_a_cluster_file(plan: Answer, tmp_path: Path) -> None:
+    """A file may describe any node, and the run file names the file; what is wrong in it is told with its line."""
+    path = tmp_path / "own.yaml"
+    path.write_text("nodes: 4\ngpus_per_node: 7\ngpu: {name: h100-80gb}\n", encoding="utf-8")
+    out = tmp_path / "run.yaml"
+    options = {"model": "llama-3.1-8b", "cluster": str(path), "seq": "4096", "global_batch": "56"}
+    code, _, _ = plan("--json", "--out", str(out), layout="dp=28,shard=full", **options)
+    assert code == 0
+    assert str(path) in out.read_text(encoding="utf-8")
+    path.write_text("nodes: 4\ngpus: 7\ngpu: {name: h100-80gb}\n", encoding="utf-8")
+    code, _, errors = plan(**options)
+    assert code == 2
+    assert f"{path}:2: gpus" in errors
+
+
+def test_what_is_planned_and_not_trained(plan: Answer, tmp_path: Path) -> None:
+    """Context parallel and shard groups are answered, with the refusal that `validate` would give."""
+    out = tmp_path / "run.yaml"
+    code, output, errors = plan("--out", str(out), model="llama-3.1-8b", layout="tp=8,cp=2,dp=2,shard_group=2")
+    assert code == 0
+    assert "layout.cp 2: context parallel can be planned and not yet trained" in " ".join(output.split())
+    assert "layout.shard_group 2: shard groups can be planned and not yet trained" in " ".join(output.split())
+    assert "does not train" in errors
+    layout = load_run(out).layout
+    assert (layout.cp, layout.shard_group) == (2, 2)
+
+
+def test_across_nodes_when_insisted_on(plan: Answer) -> None:
+    """A tensor-parallel group of two nodes is answered, beside what the same GPUs do inside nodes."""
+    code, output, _ = plan("--tp-across-nodes", layout="tp=16,pp=2")
+    assert code == 0
+    assert "tensor parallel 16 across nodes of 8" in output
+    assert "tp 8 in its place takes" in " ".join(output.split())
+
+
+def test_the_story_comes_out_of_one_command(plan: Answer) -> None:
+    """Beside the best: plain FSDP and by how much it does not fit, FSDP recomputed and TP x PP with their MFU."""
+    code, output, _ = plan(top="1")
+    told = " ".join(output.split())
+    assert code == 0
+    plain = re.search(
+        r"FSDP over all 32 GPUs: OUT OF MEMORY at the backward of .*?: ([\d.]+) GiB of 79.1, ([\d.]+) too", told
+    )
+    again = re.search(r"FSDP with whole layers recomputed: fits with ([\d.]+) GiB of 79.1", told)
+    assert plain is not None and again is not None
+    assert float(plain[1]) - 79.1 == pytest.approx(float(plain[2]), abs=0.11)
+    assert float(again[1]) < 0.6 * float(plain[1])
+    assert "tensor and sequence parallel 8 inside nodes x pipeline parallel 4 across them: fits with" in told
+    assert "% slower than the first" in told
+
+
+def test_profiles_are_named_in_the_assumptions(plan: Answer) -> None:
+    """`--profile` is in the document, with whether it is of this GPU."""
+    options = {"model": "llama-3.1-8b", "cluster": "1x2xh100-80gb", "layout": "dp=2,shard=full,recompute=[layer]"}
+    _, document = plan.json(profile="h200", **options)
+    assert document["assumptions"]["profile"]["of_this_gpu"] is False
+    _, output, _ = plan(profile="h200", **options)
+    assert "the profile is of h200-141gb, not of h100-80gb" in " ".join(output.split())

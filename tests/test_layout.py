@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triweave.errors import divisors
 from triweave.layout import AXES, Axis, Coordinates, Layout, balanced_layers
 from triweave.model_spec import ModelSpec
 
@@ -39,6 +42,22 @@ class TestGrid:
             places = [place(layout.coordinates(rank)) for rank in group]
             assert [at.pop(axis) for at in places] == list(range(layout.size(axis)))
             assert all(at == places[0] for at in places)
+
+    @given(layout=GRIDS, data=st.data())
+    def test_shard_groups_and_replica_groups(self, layout: Layout, data: st.DataObject) -> None:
+        """Both partition the ranks; two ranks share a group of each kind only with themselves, and never leave their
+        tensor rank or stage; with everything shared, a shard group is all that hold the same weights."""
+        group = data.draw(st.sampled_from([None, *divisors(layout.replicas)]))
+        layout = replace(layout, shard="full", shard_group=group)
+        shards, replicas = layout.shard_groups(), layout.replica_groups()
+        for groups, size in ((shards, layout.shard_ranks), (replicas, layout.replicas // layout.shard_ranks)):
+            assert sorted(rank for one in groups for rank in one) == list(range(layout.world_size))
+            assert {len(one) for one in groups} == {size}
+        for one in shards:
+            assert len({(at.tp, at.pp) for at in map(layout.coordinates, one)}) == 1
+            assert all(len(set(one) & set(other)) <= 1 for other in replicas)
+        for one in replicas:
+            assert len({(at.tp, at.pp) for at in map(layout.coordinates, one)}) == 1
 
     @given(layout=GRIDS)
     def test_near_and_far(self, layout: Layout) -> None:

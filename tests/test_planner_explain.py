@@ -15,7 +15,8 @@ from triweave.planner.ask import given_layout, make_request
 from triweave.planner.explain import why
 from triweave.planner.picture import draw_answer, parts_of
 from triweave.planner.request import Candidate, Request, price, time_of, timeline_of
-from triweave.planner.search import Plan, layouts
+from triweave.planner.search import Plan
+from triweave.planner.space import layouts
 
 GIB = 2**30
 
@@ -52,7 +53,7 @@ def test_every_change_that_is_told_to_fit_fits(question: Request, fsdp: Candidat
 def test_says_when_nothing_helps(question: Request) -> None:
     """Optimizer states of 70B on one rank of each: no single change makes it fit, and it is said."""
     lines = why(question, price(question, given_layout(question, "dp=32,shard=none")))
-    assert "no single change makes it fit" in lines
+    assert any(line.startswith("no single change makes it fit") for line in lines)
 
 
 def test_time_adds_up(question: Request, grid: Candidate) -> None:
@@ -143,7 +144,7 @@ def test_layouts_are_spelt_for_people() -> None:
 
 def test_the_text_tells_all_answers(question: Request, grid: Candidate) -> None:
     """Each answer has its number, and the second says how much slower it is."""
-    text = "\n".join(to_text(question, Plan((grid, grid), (), 1)))
+    text = "\n".join(to_text(question, Plan((grid, grid), (), 1, None)))
     assert "1. tp4 pp4" in text
     assert "2. tp4 pp4" in text
     assert "0.0 % slower than the first" in text

@@ -116,3 +116,12 @@ def test_numbers_that_fit_no_schedule_are_refused() -> None:
     """Interleaving five micro-batches over two ranks is refused with the rule."""
     with pytest.raises(InputError, match="multiple of 2"):
         pipeline_s("interleaved", 2, 2, 5, [StageCost(1.0, 1.0, 1.0)] * 4, 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_long_steps_of_deep_pipelines(schedule: Schedule) -> None:
+    """64 ranks and hundreds of micro-batches over uneven stages are continued from steps that fill the pipeline."""
+    costs = [StageCost(1.0, 1.0 + 0.01 * (rank % 7), 1.0) for rank in range(64)]
+    order = build_schedule(schedule, 64, 1, 600)
+    expected = simulate(order, lambda action: costs[action.stage].of(action.kind), 0.05).total_s
+    assert pipeline_s(schedule, 64, 1, 600, costs, 0.05) == pytest.approx(expected, rel=1e-3)

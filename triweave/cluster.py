@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from triweave.errors import InputError, Problem, closest
+from triweave.errors import InputError, Problem, closest, nearest_number
 
 GIB = 2**30
 
@@ -36,6 +36,8 @@ class Gpu:
     """Network bytes a second of one GPU in one direction, in the node it is usually sold in."""
     pcie_bandwidth: float = 0.0
     """Bytes a second to the host in one direction."""
+    node_sizes: tuple[int, ...] = ()
+    """GPUs of the nodes that it is sold and rented in; empty where any number is possible."""
     context_bytes: int = 0
     """What a CUDA context with PyTorch's kernels takes before the first tensor."""
 
@@ -85,6 +87,7 @@ def _gpu(
     nic_gbit: float,
     pcie: float,
     domain: int = 8,
+    node_sizes: tuple[int, ...] = (1, 2, 4, 8),
     context_mib: int = 500,
 ) -> Gpu:
     """Datasheet units: GiB, dense TFLOP/s, TB/s, GB/s one way, Gbit/s of the node's ports per GPU."""
@@ -98,6 +101,7 @@ def _gpu(
         num_sms=sms,
         nvlink_bandwidth=nvlink * 1e9,
         nvlink_domain=domain,
+        node_sizes=node_sizes,
         nic_bandwidth=nic_gbit / 8 * 1e9,
         pcie_bandwidth=pcie * 1e9,
         context_bytes=context_mib * 2**20,
@@ -207,6 +211,7 @@ CATALOGUE: dict[str, Gpu] = {
             nic_gbit=400,
             pcie=64,
             domain=72,
+            node_sizes=(1, 2, 4),
         ),
         Gpu("cpu", 0, 0.0),
     )
@@ -248,7 +253,8 @@ def parse_cluster(text: str) -> Cluster:
     """Read `NODESxGPUSxGPU`, as in `4x8xh100-80gb`; `1x6xcpu` is six processes on one host.
 
     Raises:
-        InputError: the text has another form, or names a GPU that the catalogue does not hold.
+        InputError: the text has another form, names a GPU that the catalogue does not hold, or a node that such a GPU
+            is not sold in. A cluster file may describe any node.
     """
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([a-z][\w.-]*)", text.strip().lower())
     if match is None:
@@ -256,10 +262,25 @@ def parse_cluster(text: str) -> Cluster:
     nodes, per_node, name = int(match[1]), int(match[2]), match[3]
     if name not in CATALOGUE:
         known = ", ".join(CATALOGUE)
-        near = closest(name, list(CATALOGUE)) or next((gpu for gpu in CATALOGUE if gpu.startswith(name)), None)
-        nearest = f"{nodes}x{per_node}x{near}" if near else None
+        near = nearest_gpu(name)
+        sizes = CATALOGUE[near].node_sizes if near else ()
+        nearest = f"{nodes}x{nearest_number(per_node, sizes or (per_node,))}x{near}" if near else None
         raise InputError(Problem("cluster", text, f"names a GPU that is not one of {known}", nearest))
-    return Cluster(nodes, per_node, CATALOGUE[name])
+    gpu = CATALOGUE[name]
+    if gpu.node_sizes and per_node not in gpu.node_sizes:
+        few = ", ".join(map(str, gpu.node_sizes[:-1]))
+        whole = f"{gpu.nvlink_domain} NVLink joins across nodes" if gpu.nvlink_domain > max(gpu.node_sizes) else ""
+        rule = (
+            f"has {per_node} GPUs in a node: {name} comes with {few} or {gpu.node_sizes[-1]}"
+            f"{f' ({whole})' if whole else ''}; a cluster file may describe another node"
+        )
+        raise InputError(Problem("cluster", text, rule, f"{nodes}x{nearest_number(per_node, gpu.node_sizes)}x{name}"))
+    return Cluster(nodes, per_node, gpu)
+
+
+def nearest_gpu(name: str) -> str | None:
+    """The GPU of the catalogue that `name` was most likely meant to be, None if none is near."""
+    return closest(name, list(CATALOGUE)) or next((gpu for gpu in CATALOGUE if gpu.startswith(name)), None)
 
 
 def cluster_from_config(config: ClusterConfig, where: Path | None = None) -> Cluster:

@@ -7,6 +7,7 @@ NVLink); pipeline stages are farthest apart (they talk least, so they may span n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from typing import Literal, get_args
 
 from triweave.model_spec import ModelSpec
@@ -49,6 +50,9 @@ class Layout:
     """Megatron's meaning: between the tensor-parallel products, activations are split along the sequence."""
     schedule: Schedule = "1f1b"
     shard: Shard = "optimizer"
+    shard_group: int | None = None
+    """Neighbouring ranks of dp x cp among which `shard` splits, each such group a replica of the others (HSDP); None is
+    all of them."""
     recompute: tuple[Recompute, ...] = ()
     layers: tuple[int, ...] = ()
     """Decoder layers of each virtual stage, in model order; its length is pp x vpp."""
@@ -67,6 +71,23 @@ class Layout:
     def uses_sequence_parallel(self) -> bool:
         """Whether activations are split along the sequence; with one tensor rank there is nothing to split."""
         return self.sequence_parallel and self.tp > 1
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same part of the model: context-parallel ranks compute with the same weights too."""
+        return self.dp * self.cp
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that share out what `shard` splits: 1 where every rank keeps all of it."""
+        if self.shard == "none":
+            return 1
+        return self.replicas if self.shard_group is None else self.shard_group
+
+    @property
+    def uses_shard_groups(self) -> bool:
+        """Whether `shard` splits among fewer ranks than there are, so that its slices are kept several times."""
+        return self.shard != "none" and self.shard_ranks < self.replicas
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along `axis`."""
@@ -90,6 +111,23 @@ class Layout:
         size = self.size(axis)
         starts = [rank for rank in range(self.world_size) if (rank // stride) % size == 0]
         return [tuple(start + i * stride for i in range(size)) for start in starts]
+
+    def shard_groups(self) -> list[tuple[int, ...]]:
+        """Every group of ranks that share out weights, gradients or optimizer states, nearest ranks together."""
+        return [
+            tuple(start + i * self.tp for i in range(self.shard_ranks))
+            for start in range(self.world_size)
+            if start // self.tp % self.shard_ranks == 0
+        ]
+
+    def replica_groups(self) -> list[tuple[int, ...]]:
+        """Every group of ranks that hold the same slice: what shard groups sum among each other."""
+        stride, count = self.tp * self.shard_ranks, self.replicas // self.shard_ranks
+        return [
+            tuple(start + i * stride for i in range(count))
+            for start in range(self.world_size)
+            if start // stride % count == 0
+        ]
 
     def stage_owner(self, stage: int) -> int:
         """Pipeline rank of virtual stage `stage`: stages go round the pipeline (Narayanan et al. 2104.04473)."""
@@ -136,9 +174,13 @@ def balanced_layers(spec: ModelSpec, num_stages: int, seq_len: int) -> tuple[int
     """
     head = spec.head_flops_per_token() / spec.layer_flops_per_token(seq_len, causal=True)
     layers = [0] * num_stages
+    last = num_stages - 1
+    loads = [(head if stage == last else 0.0, stage) for stage in range(num_stages)]
+    heapify(loads)
     for _ in range(spec.num_hidden_layers):
-        loads = [count + (head if stage == num_stages - 1 else 0.0) for stage, count in enumerate(layers)]
-        layers[min(range(num_stages), key=lambda stage: (loads[stage], stage))] += 1
+        _, stage = loads[0]
+        layers[stage] += 1
+        heapreplace(loads, (layers[stage] + (head if stage == last else 0.0), stage))
     # A stage without a layer still moves activations for nothing: give it one from the longest.
     for stage in range(num_stages):
         if layers[stage] == 0 and max(layers) > 1:

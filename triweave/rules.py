@@ -43,9 +43,26 @@ def layout_problems(
     ]
 
 
+def trainer_problems(layout: Layout) -> list[Problem]:
+    """What the planner prices and this version does not train yet."""
+    problems = []
+    if layout.cp > 1:
+        rule = "context parallel can be planned and not yet trained: this version trains with cp 1 only"
+        problems.append(Problem("layout.cp", layout.cp, rule, "1"))
+    if layout.shard_ranks > 0 and layout.uses_shard_groups:
+        rule = (
+            "shard groups can be planned and not yet trained: this version shards over all"
+            f" dp x cp = {layout.dp} x {layout.cp} = {layout.replicas} ranks"
+        )
+        problems.append(Problem("layout.shard_group", layout.shard_group, rule, str(layout.replicas)))
+    return problems
+
+
 def size_problems(layout: Layout, seq_len: int, global_batch: int) -> list[Problem]:
     """Sizes that are not positive; the other rules divide by them and take them for granted."""
     sizes = {f"layout.{name}": getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp", "micro_batch")}
+    if layout.shard_group is not None:
+        sizes["layout.shard_group"] = layout.shard_group
     sizes |= {"data.seq_len": seq_len, "train.global_batch": global_batch}
     return [Problem(key, size, "must be at least 1", "1") for key, size in sizes.items() if size < 1]
 
@@ -55,7 +72,8 @@ def grid_problems(layout: Layout, *, world_size: int | None, global_batch: int) 
     grid = [] if world_size is None else list(_world(layout, world_size))
     # With a wrong grid dp is not settled, and what is told about the batch would be about another one.
     batch = [] if grid else list(_batch(layout, global_batch))
-    return [*grid, *_schedule(layout), *batch, *_recompute(layout)]
+    shards = [] if grid else list(_shard_group(layout))
+    return [*grid, *_schedule(layout), *batch, *shards, *_recompute(layout)]
 
 
 def model_problems(
@@ -126,6 +144,17 @@ def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:
     )
 
 
+def _shard_group(layout: Layout) -> Iterator[Problem]:
+    group, replicas = layout.shard_group, layout.replicas
+    if group is None:
+        return
+    if layout.shard == "none":
+        yield Problem("layout.shard_group", group, "needs something to split, and shard is none")
+    elif replicas % group:
+        rule = f"must divide dp x cp = {layout.dp} x {layout.cp} = {replicas}"
+        yield Problem("layout.shard_group", group, rule, nearest_number(group, divisors(replicas)))
+
+
 def _recompute(layout: Layout) -> Iterator[Problem]:
     kinds = layout.recompute
     shown = f"[{', '.join(kinds)}]"
@@ -137,6 +166,21 @@ def _recompute(layout: Layout) -> Iterator[Problem]:
     elif "mlp" in kinds and "swiglu" in kinds:
         rest = ", ".join(kind for kind in kinds if kind != "swiglu")
         yield Problem("layout.recompute", shown, "mlp recomputes the swiglu inside it", f"[{rest}]")
+
+
+def even_problems(spec: ModelSpec, layout: Layout) -> list[Problem]:
+    """Why virtual stages cannot have equally many layers, where nobody has said how many each shall have."""
+    pp, vpp, num_layers = layout.pp, layout.vpp, spec.num_hidden_layers
+    if vpp == 1 or num_layers % layout.num_stages == 0 or layout.num_stages > num_layers:
+        return []
+    rule = (
+        f"must divide the {num_layers // pp} layers of a pipeline rank; layers: balanced, or numbers, cut them unevenly"
+        if num_layers % pp == 0
+        else f"pp x vpp = {pp} x {vpp} = {layout.num_stages} must divide the {num_layers} layers;"
+        " layers: balanced, or numbers, cut them unevenly"
+    )
+    legal = [other for other in divisors(num_layers) if other > 1 and num_layers % (pp * other) == 0]
+    return [Problem("layout.vpp", vpp, rule, nearest_number(vpp, legal))]
 
 
 def _tensor(spec: ModelSpec, layout: Layout, gpus_per_node: int | None) -> Iterator[Problem]:
@@ -152,7 +196,7 @@ def _tensor(spec: ModelSpec, layout: Layout, gpus_per_node: int | None) -> Itera
     if gpus_per_node and world_size > gpus_per_node and gpus_per_node % tp:
         rules.append(
             f"a tensor-parallel group would leave its node of {gpus_per_node} GPUs: "
-            "tp must divide them, or layout.tp_across_nodes be true"
+            "tp must divide them, unless layout.tp_across_nodes allows it"
         )
     if not rules:
         return

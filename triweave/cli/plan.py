@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json as json_module
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from triweave.cli.options import Json
 from triweave.errors import InputError, Problem
+
+if TYPE_CHECKING:
+    from triweave.planner.request import Request
+    from triweave.planner.search import Plan, Progress
 
 
 def plan(
@@ -21,6 +30,7 @@ def plan(
     json: Json = False,
     out: Path | None = None,
     svg: Path | None = None,
+    profile: str | None = None,
     tp_across_nodes: bool = False,
 ) -> int:
     """Rank every legal layout of a model on a cluster: memory of each stage, step time, MFU, and why.
@@ -37,20 +47,24 @@ def plan(
         layout: Answer this layout only, fitting or not: tp=8,pp=4,... with the keys of a run file's layout.
         top: How many answers.
         json: Print one JSON document.
-        out: Write a run file with the best layout.
+        out: Write a run file with the best layout that this version trains.
         svg: Draw the best layout: memory of each stage against the card, and the pipeline in time.
+        profile: Machine profile to price with: a file, or the name of one that comes with the package (h200).
         tp_across_nodes: Consider tensor-parallel groups that leave their node.
     """
     from triweave.planner.answer import to_json, to_text
-    from triweave.planner.ask import given_layout, make_request, run_file_text
-    from triweave.planner.request import price, timeline_of
-    from triweave.planner.search import Plan, search
+    from triweave.planner.ask import answer_for, make_request
+    from triweave.planner.request import timeline_of
+    from triweave.planner.search import search
+    from triweave.planner.words import typed
 
-    request = make_request(model, cluster, seq, global_batch, tp_across_nodes=tp_across_nodes)
-    if layout is not None:
-        found = Plan((price(request, given_layout(request, layout)),), (), 1)
-    else:
-        found = search(request, top, _progress if sys.stderr.isatty() else None)
+    with typed():
+        request = make_request(model, cluster, seq, global_batch, tp_across_nodes=tp_across_nodes, profile=profile)
+        if layout is not None:
+            found = answer_for(request, layout)
+        else:
+            with _uncollected(), _Shown() as progress:
+                found = search(request, top, progress)
     if json:
         print(json_module.dumps(to_json(request, found)))
     else:
@@ -62,9 +76,21 @@ def plan(
         _write(svg, "--svg", draw_answer(request, best, timeline_of(request, best.layout)))
     fits = bool(found.candidates) and found.candidates[0].fits
     if out is not None and fits:
-        _write(out, "--out", run_file_text(request, found.candidates[0].layout))
-        print(f"wrote {out}; next: triweave verify {out}", file=sys.stderr)
+        _write_run_file(out, request, found)
     return 0 if fits else 1
+
+
+def _write_run_file(out: Path, request: Request, found: Plan) -> None:
+    """The fastest layout that this version trains; where it trains none of them, the fastest for one that will."""
+    from triweave.planner.ask import run_file_text
+    from triweave.rules import trainer_problems
+
+    best = found.trainable or found.candidates[0]
+    _write(out, "--out", run_file_text(request, best.layout))
+    if problems := trainer_problems(best.layout):
+        print(f"wrote {out}, which this version does not train: {'; '.join(map(str, problems))}", file=sys.stderr)
+    else:
+        print(f"wrote {out}; next: triweave verify {out}", file=sys.stderr)
 
 
 def _write(path: Path, option: str, text: str) -> None:
@@ -74,6 +100,35 @@ def _write(path: Path, option: str, text: str) -> None:
         raise InputError(Problem(option, path, f"cannot be written ({error.strerror})")) from None
 
 
-def _progress(done: int, total: int) -> None:
-    end = "\r\x1b[K" if done + 1 == total else f"\rpricing {done + 1} of {total}\x1b[K"
-    print(end, end="", file=sys.stderr, flush=True)
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: a search makes no cycles, and walking what it remembers would take a fifth of its time."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+
+
+class _Shown:
+    """Shows on a terminal how far a search is, once it has taken a second; wipes it off at the end."""
+
+    def __init__(self) -> None:
+        self.next_s = time.monotonic() + 1.0
+        self.shown = False
+
+    def __enter__(self) -> Progress | None:
+        return self.show if sys.stderr.isatty() else None
+
+    def __exit__(self, *error: object) -> None:
+        if self.shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def show(self, opened: int, found: int) -> None:
+        """Write one line over the last one."""
+        if time.monotonic() > self.next_s:
+            self.shown, self.next_s = True, time.monotonic() + 0.2
+            line = f"searching: {opened:,} parts of the space opened, {found} answers found"
+            print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)

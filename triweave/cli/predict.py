@@ -8,7 +8,7 @@ from pathlib import Path
 from triweave.cli.options import Json
 
 
-def predict(rows: Path, *, json: Json = False) -> int:
+def predict(rows: Path, *, profile: str | None = None, json: Json = False) -> int:
     """Predict runs that somebody else measured: step time, tokens per second and memory.
 
     Each row of the CSV file is a run. The measured columns are never read to predict; where a row has them, the signed
@@ -18,14 +18,19 @@ def predict(rows: Path, *, json: Json = False) -> int:
 
     Args:
         rows: CSV file with a run a row (docs/planner.md lists the columns).
+        profile: Machine profile for the rows of its GPU: a file, or the name of one that comes with the package (h200).
         json: Print one JSON document.
     """
     from triweave.planner.predict import errors_of, predict_row, read_rows, summary
+    from triweave.planner.profile_machine import profile_of
+    from triweave.planner.words import typed
 
+    with typed():
+        measured = profile_of(profile) if profile is not None else None
     answers = []
     errors = []
     for row in read_rows(rows):
-        answer = predict_row(row)
+        answer = predict_row(row, measured)
         errors.append(errors_of(row, answer))
         answers.append({"source": row["source"], "model": row["model"], **answer, "errors": errors[-1]})
     told = summary(errors)

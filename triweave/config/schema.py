@@ -48,6 +48,8 @@ class LayoutConfig:
     """Order of the pipeline: gpipe, 1f1b, interleaved or zero-bubble."""
     shard: Shard = "optimizer"
     """What data-parallel ranks share out: none, optimizer (ZeRO-1), gradients (ZeRO-2) or full (ZeRO-3, FSDP)."""
+    shard_group: int | None = None
+    """Neighbouring ranks of dp x cp that `shard` splits among; left out, all of them. Fewer can be planned only."""
     recompute: tuple[Recompute, ...] = ()
     """What backward computes again instead of keeping: norm, swiglu, attention, mlp (swiglu included), layer (all)."""
     layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
@@ -169,7 +171,7 @@ class Run:
     model: ModelConfig
     data: DataConfig
     cluster: str | None = None
-    """NODESxGPUSxGPU, as in 4x8xh100-80gb; left out, the ranks that were started on this machine."""
+    """NODESxGPUSxGPU, as in 4x8xh100-80gb, or a cluster file (.yaml); left out, the ranks started on this machine."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

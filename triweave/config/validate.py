@@ -6,14 +6,15 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from triweave.cluster import Cluster, parse_cluster
+from triweave.cluster import Cluster
+from triweave.config.cluster_file import cluster_of
 from triweave.config.files import file_problems, neighbour
 from triweave.config.schema import LayoutConfig, Run
 from triweave.config.values import value_problems
 from triweave.errors import InputError, Problem
 from triweave.layout import Layout, balanced_layers, even_layers
 from triweave.model_spec import ModelSpec, spec_from_folder
-from triweave.rules import grid_problems, model_problems, size_problems
+from triweave.rules import even_problems, grid_problems, model_problems, size_problems, trainer_problems
 from triweave.weights_index import weight_problems
 
 
@@ -50,9 +51,7 @@ def validate(run: Run, *, world_size: int | None = None, gpus_per_node: int | No
 
     ranks = world_size if world_size is not None else cluster.world_size if cluster else None
     layout = layout_of(run.layout, ranks)
-    if run.layout.cp > 1:
-        rule = "context parallel can be planned and not yet trained: this version trains with cp 1 only"
-        problems.append(Problem("layout.cp", run.layout.cp, rule, "1"))
+    problems += trainer_problems(layout)
     if run.layout.layers == ():
         rule = "must be even, balanced or the layers of every stage in model order"
         problems.append(Problem("layout.layers", "[]", rule, "even"))
@@ -67,6 +66,8 @@ def validate(run: Run, *, world_size: int | None = None, gpus_per_node: int | No
             layout = replace(layout, layers=layers_of(run.layout.layers, spec, layout, seq_len))
             # With a number of ranks that is not the grid's, nobody knows where its nodes end.
             across = run.layout.tp_across_nodes or ranks not in (None, layout.world_size)
+            if run.layout.layers == "even":
+                problems += even_problems(spec, layout)
             problems += model_problems(spec, layout, seq_len=seq_len, gpus_per_node=per_node, tp_across_nodes=across)
     if problems or spec is None:
         raise InputError(problems)
@@ -77,7 +78,7 @@ def _cluster(run: Run, world_size: int | None, problems: list[Problem]) -> Clust
     if run.cluster is None:
         return None
     try:
-        cluster = parse_cluster(run.cluster)
+        cluster = cluster_of(run.cluster)
     except InputError as error:
         problems.extend(error.problems)
         return None
@@ -124,6 +125,7 @@ def layout_of(config: LayoutConfig, world_size: int | None) -> Layout:
         sequence_parallel=config.sequence_parallel,
         schedule=config.schedule,
         shard=config.shard,
+        shard_group=config.shard_group,
         recompute=config.recompute,
     )
 

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from textwrap import wrap
 from typing import Any
 
 from triweave.layout import Layout
 from triweave.planner.assumptions import GIB
-from triweave.planner.explain import why
+from triweave.planner.explain import what_it_loses, why
+from triweave.planner.profile import Profile
+from triweave.planner.profile_machine import is_foreign
 from triweave.planner.request import Candidate, Request, timeline_of
 from triweave.planner.search import Plan
+from triweave.rules import trainer_problems
 from triweave.schedule.draw import draw_timeline
+
+MAX_OTHERS = 12
+"""Grids without an answer that are told to people; scripts get all."""
 
 
 def to_json(request: Request, plan: Plan) -> dict[str, Any]:
     """The contract of `triweave plan --json`."""
     return {
         "assumptions": assumptions(request),
-        "candidates": [candidate_json(request, candidate) for candidate in plan.candidates],
-        "rejected": [{"layout": layout_json(one.layout), "reason": one.reason} for one in plan.rejected],
+        "candidates": [
+            candidate_json(request, candidate, plan.candidates[0] if number else None)
+            for number, candidate in enumerate(plan.candidates)
+        ],
+        "rejected": [
+            *({"layout": layout_json(one.layout), "reason": f"{one.name}: {one.verdict}"} for one in plan.familiar),
+            *({"layout": layout_json(one.layout), "reason": one.reason} for one in plan.rejected),
+        ],
     }
 
 
@@ -37,11 +50,23 @@ def assumptions(request: Request) -> dict[str, Any]:
         "global_batch": request.global_batch,
         "dtype": request.dtype,
         "memory": asdict(request.assumptions),
+        "profile": None if request.profile is None else profile_json(request, request.profile),
     }
 
 
-def candidate_json(request: Request, candidate: Candidate) -> dict[str, Any]:
-    """One layout with its prices and reasons."""
+def profile_json(request: Request, profile: Profile) -> dict[str, Any]:
+    """Where the speeds come from."""
+    return {
+        "gpu": profile.gpu,
+        "torch": profile.torch,
+        "date": profile.date,
+        "source": profile.source,
+        "of_this_gpu": not is_foreign(profile, request.cluster),
+    }
+
+
+def candidate_json(request: Request, candidate: Candidate, first: Candidate | None) -> dict[str, Any]:
+    """One layout with its prices and reasons; a runner-up also says what it loses to the `first`."""
     time = candidate.time
     return {
         "layout": layout_json(candidate.layout),
@@ -55,8 +80,15 @@ def candidate_json(request: Request, candidate: Candidate) -> dict[str, Any]:
         "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
         "mfu": {"causal": time.mfu.causal, "full": time.mfu.full, "peak_flops": time.mfu.peak_flops},
         "bubble": time.bubble,
-        "why": why(request, candidate),
+        "why": reasons(request, candidate, first),
     }
+
+
+def reasons(request: Request, candidate: Candidate, first: Candidate | None) -> list[str]:
+    """Everything that is said of one answer."""
+    runner_up = [] if first is None else [what_it_loses(first, candidate)]
+    not_trained = [f"{one.key} {one.value}: {one.rule}" for one in trainer_problems(candidate.layout)]
+    return [*why(request, candidate), *runner_up, *not_trained]
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:
@@ -69,6 +101,7 @@ def layout_json(layout: Layout) -> dict[str, Any]:
         "dp": layout.dp,
         "micro_batch": layout.micro_batch,
         "shard": layout.shard,
+        "shard_group": layout.shard_ranks if layout.shard != "none" else None,
         "schedule": layout.schedule,
         "recompute": list(layout.recompute),
         "sequence_parallel": layout.sequence_parallel,
@@ -78,7 +111,8 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 
 def spell_layout(layout: Layout) -> str:
     """`tp4 pp4 vpp5 dp2, micro-batch 1, interleaved, shard optimizer, recompute norm swiglu`."""
-    parts = [str(layout), f"micro-batch {layout.micro_batch}", layout.schedule, f"shard {layout.shard}"]
+    among = f" among {layout.shard_ranks}" if layout.uses_shard_groups else ""
+    parts = [str(layout), f"micro-batch {layout.micro_batch}", layout.schedule, f"shard {layout.shard}{among}"]
     if layout.recompute:
         parts.append("recompute " + " ".join(layout.recompute))
     if len(set(layout.layers)) > 1:
@@ -104,23 +138,50 @@ def to_text(request: Request, plan: Plan, *, width: int = 100) -> Iterator[str]:
         f"{request.model}: {spec.num_parameters / 1e9:.2f} B parameters on {cluster},"
         f" sequence {request.seq_len}, global batch {request.global_batch}"
     )
+    if request.profile is not None and is_foreign(request.profile, cluster):
+        yield (
+            f"the profile is of {request.profile.gpu}, not of {cluster.gpu.name}: its shares of the datasheet are"
+            " carried over, and each range is twice as wide"
+        )
     for number, candidate in enumerate(plan.candidates, 1):
         yield ""
         yield f"{number}. {spell_layout(candidate.layout)}"
         yield from ("   " + line for line in _figures(candidate))
         yield from ("   " + line for line in memory_bars(request, candidate, width - 3))
-        yield from ("   " + line for line in why(request, candidate))
+        first = plan.candidates[0] if number > 1 else None
+        for line in reasons(request, candidate, first):
+            yield from wrap(line, width, initial_indent="   ", subsequent_indent="     ")
         if number == 1 and candidate.layout.pp > 1:
             yield ""
             timeline = draw_timeline(timeline_of(request, candidate.layout), width - 3)
             yield from ("   " + line for line in timeline.splitlines())
-        if number > 1:
-            first = plan.candidates[0].time.step_s
-            yield f"   {100 * (candidate.time.step_s / first - 1):.1f} % slower than the first"
+    yield from _trainable(plan)
+    if plan.familiar:
+        yield ""
+        yield "familiar layouts, for comparison:"
+        for one in plan.familiar:
+            yield from wrap(f"{one.name}: {one.verdict}", width, initial_indent="   ", subsequent_indent="     ")
     if plan.rejected:
         yield ""
         yield "other grids:"
-        yield from (f"   {spell_layout(one.layout)}: {one.reason}" for one in plan.rejected)
+        for other in plan.rejected[:MAX_OTHERS]:
+            line = f"{spell_layout(other.layout)}: {other.reason}"
+            yield from wrap(line, width, initial_indent="   ", subsequent_indent="     ")
+        if len(plan.rejected) > MAX_OTHERS:
+            yield f"   and {len(plan.rejected) - MAX_OTHERS} more, which --json lists"
+
+
+def _trainable(plan: Plan) -> Iterator[str]:
+    """The fastest layout that this version trains, where it is not the first answer."""
+    best = plan.trainable
+    if best is None or best == plan.candidates[0]:
+        return
+    slower = 100 * (best.time.step_s / plan.candidates[0].time.step_s - 1)
+    yield ""
+    yield (
+        f"fastest that this version trains: {spell_layout(best.layout)}: {best.time.step_s:.2f} s,"
+        f" {slower:.1f} % slower, {best.peak_bytes / GIB:.1f} GiB"
+    )
 
 
 def _figures(candidate: Candidate) -> Iterator[str]:
@@ -132,7 +193,7 @@ def _figures(candidate: Candidate) -> Iterator[str]:
         f" (of {time.mfu.peak_flops / 1e12:.0f} TFLOP/s), bubble {100 * time.bubble:.1f} %"
     )
     if not candidate.fits:
-        yield f"OUT OF MEMORY: probability {100 * candidate.oom_probability:.0f} %"
+        yield f"OUT OF MEMORY with a probability of {100 * candidate.oom_probability:.0f} %"
 
 
 def memory_bars(request: Request, candidate: Candidate, width: int) -> Iterator[str]:

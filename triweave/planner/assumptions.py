@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import hypot
 from typing import Literal
 
 MIB = 2**20
@@ -93,6 +94,11 @@ class Assumptions:
     def fragmentation_share(self) -> float:
         """Reserved over allocated, less 1."""
         return self.fragmentation_expandable if self.expandable_segments else self.fragmentation
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of what a card uses, as a share of it: tensors and allocator together."""
+        return hypot(self.uncertainty, self.allocator_uncertainty)
 
 
 OURS = Assumptions()

@@ -63,6 +63,19 @@ class Matmul:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One measured kernel of causal attention in bf16."""
+
+    kernel: str
+    batch: int
+    seq: int
+    heads: int
+    head_dim: int
+    forward_s: float
+    backward_s: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Machine:
     """One kind of GPU in a node of its kind, in FLOP/s, bytes/s and seconds.
@@ -96,6 +109,9 @@ class Machine:
     nvlink_gather: Mapping[int, Curve] = field(default_factory=lambda: MappingProxyType({}))
     """Measured all-gather curves inside a node, by ranks (a reduce-scatter takes as long to 6 %); where there is none,
     a share of the all-reduce."""
+    attentions: tuple[Attention, ...] = ()
+    nvlink_send: Curve | None = None
+    """One message between two ranks of a node; where it was not measured, their all-reduce."""
 
     @property
     def hbm_kernel_bytes_per_s(self) -> float:

@@ -13,17 +13,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import erf, hypot, sqrt
+from math import erf, sqrt
 from operator import mul
 
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
-from triweave.parameters import has_tied_copy, holds_head
+from triweave.parameters import has_tied_copy, holds_embedding, holds_head
 from triweave.planner.assumptions import OURS, Assumptions
 from triweave.planner.memory_moments import Moment, worst_moments
 from triweave.planner.memory_stage import Peak, StageTapes, components_of, stage_tapes
-from triweave.planner.memory_states import stage_units, states_of, weight_gradient_cache
+from triweave.planner.memory_states import ParameterUnit, States, stage_units, states_of, weight_gradient_cache
 from triweave.planner.sizes import Sizes, sizes_of
+from triweave.schedule.actions import Kind
 
 _TOKEN_BYTES = 8
 
@@ -48,10 +49,15 @@ class StageMemory:
 
     def out_of_memory_probability(self, capacity_bytes: int) -> float:
         """Probability that a run needs more than the card has (`Gpu.usable_bytes`), between 0 and 1."""
-        if capacity_bytes <= 0:
-            return 0.0
-        spread = self.uncertainty * self.used_bytes * sqrt(2.0)
-        return 0.5 * (1.0 + erf((self.used_bytes - capacity_bytes) / spread))
+        return out_of_memory_probability(self.used_bytes, self.uncertainty, capacity_bytes)
+
+
+def out_of_memory_probability(used_bytes: int, uncertainty: float, capacity_bytes: int) -> float:
+    """Probability that a rank predicted to use `used_bytes` needs more than `capacity_bytes`, between 0 and 1."""
+    if capacity_bytes <= 0:
+        return 0.0
+    spread = uncertainty * used_bytes * sqrt(2.0)
+    return 0.5 * (1.0 + erf((used_bytes - capacity_bytes) / spread))
 
 
 def predict_memory(
@@ -76,20 +82,11 @@ def predict_memory(
     Raises:
         InputError: the schedule cannot be built with these numbers.
     """
-    return tuple(
-        each_rank_memory(
-            spec,
-            layout,
-            range(layout.pp),
-            seq_len=seq_len,
-            num_micro_batches=num_micro_batches,
-            dtype=dtype,
-            assumptions=assumptions,
-        )
-    )
+    peaks = _each_rank_peak(spec, layout, range(layout.pp), seq_len, num_micro_batches, dtype, assumptions)
+    return tuple(_rank_memory(peak, spec, layout, assumptions) for peak in peaks)
 
 
-def each_rank_memory(
+def each_rank_kept_bytes(
     spec: ModelSpec,
     layout: Layout,
     ranks: Iterable[int],
@@ -98,64 +95,159 @@ def each_rank_memory(
     num_micro_batches: int,
     dtype: str = "bfloat16",
     assumptions: Assumptions = OURS,
-) -> Iterator[StageMemory]:
-    """`predict_memory` of some pipeline ranks, each computed when it is asked for."""
-    s = sizes_of(spec, layout, seq_len, dtype, assumptions)
-    for rank in ranks:
-        moments = worst_moments(layout.schedule, layout.pp, layout.vpp, num_micro_batches, rank)
-        yield _rank_memory(spec, layout, rank, moments, s, num_micro_batches, dtype, assumptions)
+) -> Iterator[int]:
+    """What is used without any working set: a rank's states, and what its micro-batches keep for backward.
+
+    The peak with whole layers recomputed may exceed that of another choice, for a layer's forward runs again beside
+    its backward. What is kept never does, so this is a bound for every choice of what is recomputed.
+    """
+    for peak in _each_rank_peak(spec, layout, ranks, seq_len, num_micro_batches, dtype, assumptions):
+        yield peak.kept + sum(_beside(peak.rank, peak.kept, spec, layout, assumptions).values())
 
 
-def _rank_memory(
+def each_rank_used_bytes(
     spec: ModelSpec,
     layout: Layout,
-    rank: int,
-    moments: tuple[Moment, ...],
-    s: Sizes,
+    ranks: Iterable[int],
+    *,
+    seq_len: int,
+    num_micro_batches: int,
+    dtype: str = "bfloat16",
+    assumptions: Assumptions = OURS,
+) -> Iterator[int]:
+    """`StageMemory.used_bytes` of some pipeline ranks, each computed when it is asked for, without its components."""
+    for peak in _each_rank_peak(spec, layout, ranks, seq_len, num_micro_batches, dtype, assumptions):
+        yield peak.allocated + sum(_beside(peak.rank, peak.allocated, spec, layout, assumptions).values())
+
+
+@dataclass(frozen=True, slots=True)
+class _RankPeak:
+    """The fullest moment of a rank. Bytes."""
+
+    rank: int
+    tapes: Mapping[int, StageTapes]
+    standing: Mapping[str, int]
+    """What is there at every moment."""
+    moment: Moment | None
+    """None is the optimizer's step."""
+    peak: Peak | None
+    step_bytes: int
+    """What the optimizer's step takes."""
+    kept: int
+    """The most that stands and is kept for backward at once."""
+    allocated: int
+
+
+def _each_rank_peak(
+    spec: ModelSpec,
+    layout: Layout,
+    ranks: Iterable[int],
+    seq_len: int,
     num_micro_batches: int,
     dtype: str,
     a: Assumptions,
-) -> StageMemory:
-    stages = layout.stages_of(rank)
-    tapes = {stage: stage_tapes(spec, layout, stage, s, dtype, a) for stage in stages}
-    standing = standing_bytes(spec, layout, rank, s, num_micro_batches, dtype, a)
-    base = sum(standing.values())
+) -> Iterator[_RankPeak]:
+    s = sizes_of(spec, layout, seq_len, dtype, a)
+    # Stages with the same blocks have the same tapes, and the same peaks.
+    known: dict[tuple[int, bool, bool], _Stage] = {}
+    for rank in ranks:
+        stages = layout.stages_of(rank)
+        found = []
+        for stage in stages:
+            key = (layout.layers[stage], holds_embedding(layout, stage), holds_head(layout, stage))
+            if key not in known:
+                known[key] = _Stage(stage_tapes(spec, layout, stage, s, dtype, a))
+            found.append(known[key])
+        moments = worst_moments(layout.schedule, layout.pp, layout.vpp, num_micro_batches, rank)
+        units = [unit for stage in stages for unit in stage_units(spec, layout, stage, a)]
+        states = states_of(units, layout, dtype, a)
+        standing = _standing_bytes(spec, layout, rank, s, num_micro_batches, dtype, a, units, states)
+        yield _rank_peak(rank, dict(zip(stages, found, strict=True)), standing, states.step_working_set, moments)
 
-    kept = [tapes[stage].kept_bytes for stage in stages]
-    put_off = [tapes[stage].put_off_bytes for stage in stages]
-    best, best_bytes = None, -1
-    peaks: dict[tuple[object, int], Peak] = {}
+
+class _Stage:
+    """The tapes of a stage with what is asked of them again and again."""
+
+    def __init__(self, tapes: StageTapes) -> None:
+        self.tapes = tapes
+        self.kept_bytes = tapes.kept_bytes
+        self.put_off_bytes = tapes.put_off_bytes
+        self.peaks: dict[str, Peak] = {}
+
+    def peak(self, kind: Kind) -> Peak:
+        found = self.peaks.get(kind.value)
+        if found is None:
+            found = self.peaks[kind.value] = self.tapes.peak(kind)
+        return found
+
+
+def _rank_peak(
+    rank: int, stages: Mapping[int, _Stage], standing: Mapping[str, int], step_bytes: int, moments: tuple[Moment, ...]
+) -> _RankPeak:
+    base = sum(standing.values())
+    kept = [stage.kept_bytes for stage in stages.values()]
+    put_off = [stage.put_off_bytes for stage in stages.values()]
+    best, best_bytes, most_kept = None, -1, 0
     for moment in moments:
-        key = (moment.kind, moment.stage)
-        if key not in peaks:
-            peaks[key] = tapes[moment.stage].peak(moment.kind)
-        here = peaks[key].bytes + sum(map(mul, kept, moment.held)) + sum(map(mul, put_off, moment.put_off))
+        stage = stages[moment.stage]
+        held = sum(map(mul, kept, moment.held))
+        # A weight half finds its own micro-batch among those that are put off.
+        own_kept = 0 if moment.kind is Kind.BACKWARD_WEIGHT else stage.kept_bytes
+        most_kept = max(most_kept, held + own_kept)
+        here = stage.peak(moment.kind).bytes + held + sum(map(mul, put_off, moment.put_off))
         if here > best_bytes:
             best, best_bytes = moment, here
-    units = [unit for stage in stages for unit in stage_units(spec, layout, stage, a)]
-    step = states_of(units, layout, dtype, a).step_working_set
+    tapes = {stage: one.tapes for stage, one in stages.items()}
+    if best is None or step_bytes > best_bytes:
+        return _RankPeak(rank, tapes, standing, None, None, step_bytes, base + most_kept, base + step_bytes)
+    peak = stages[best.stage].peak(best.kind)
+    return _RankPeak(rank, tapes, standing, best, peak, step_bytes, base + most_kept, base + best_bytes)
 
-    components = Counter(standing)
-    if best is None or step > best_bytes:
-        components["optimizer step"] += step
+
+def _rank_memory(found: _RankPeak, spec: ModelSpec, layout: Layout, a: Assumptions) -> StageMemory:
+    """The peak with its components."""
+    components = Counter(found.standing)
+    if found.moment is None or found.peak is None:
+        components["optimizer step"] += found.step_bytes
         at = "optimizer step"
-        allocated = base + step
     else:
-        peak = peaks[best.kind, best.stage]
-        components += components_of(peak, _held(best, stages, tapes))
-        at = f"{peak.where} of stage {best.stage}, {_others(best)} in flight"
-        allocated = base + best_bytes
-    return _with_surroundings(rank, allocated, components, at, spec, layout, a)
+        moment = found.moment
+        components += components_of(found.peak, _held(moment, found.tapes))
+        at = f"{found.peak.where} of stage {moment.stage}, {_others(moment)} in flight"
+    beside = _beside(found.rank, found.allocated, spec, layout, a)
+    return StageMemory(
+        pp_rank=found.rank,
+        peak_allocated_bytes=found.allocated,
+        reserved_bytes=found.allocated + beside["allocator"],
+        used_bytes=found.allocated + sum(beside.values()),
+        components={name: size for name, size in (components + Counter(beside)).items() if size},
+        at=at,
+        uncertainty=a.spread,
+    )
 
 
 def standing_bytes(
     spec: ModelSpec, layout: Layout, rank: int, s: Sizes, num_micro_batches: int, dtype: str, a: Assumptions
 ) -> dict[str, int]:
     """What a rank holds at every moment of a step."""
-    stages = layout.stages_of(rank)
-    units = [unit for stage in stages for unit in stage_units(spec, layout, stage, a)]
-    states = states_of(units, layout, dtype, a)
-    head = any(holds_head(layout, stage) for stage in stages)
+    units = [unit for stage in layout.stages_of(rank) for unit in stage_units(spec, layout, stage, a)]
+    return _standing_bytes(
+        spec, layout, rank, s, num_micro_batches, dtype, a, units, states_of(units, layout, dtype, a)
+    )
+
+
+def _standing_bytes(
+    spec: ModelSpec,
+    layout: Layout,
+    rank: int,
+    s: Sizes,
+    num_micro_batches: int,
+    dtype: str,
+    a: Assumptions,
+    units: list[ParameterUnit],
+    states: States,
+) -> dict[str, int]:
+    head = any(holds_head(layout, stage) for stage in layout.stages_of(rank))
     standing = {
         "weights": states.weights,
         "gradients": states.gradients,
@@ -182,14 +274,12 @@ def standing_bytes(
     return {name: size for name, size in standing.items() if size}
 
 
-def _held(
-    moment: Moment, stages: tuple[int, ...], tapes: Mapping[int, StageTapes]
-) -> list[tuple[Mapping[str, int], int]]:
+def _held(moment: Moment, tapes: Mapping[int, StageTapes]) -> list[tuple[Mapping[str, int], int]]:
     """What other micro-batches hold at a moment, by tensor."""
     parts = []
-    for stage, held, put_off in zip(stages, moment.held, moment.put_off, strict=True):
-        parts += [(sizes, times * held) for sizes, times in tapes[stage].kept()]
-        parts += [(sizes, times * put_off) for sizes, times in tapes[stage].put_off()]
+    for stage, held, put_off in zip(tapes.values(), moment.held, moment.put_off, strict=True):
+        parts += [(sizes, times * held) for sizes, times in stage.kept()]
+        parts += [(sizes, times * put_off) for sizes, times in stage.put_off()]
     return parts
 
 
@@ -198,31 +288,14 @@ def _others(moment: Moment) -> str:
     return f"{count} other micro-batch{'' if count == 1 else 'es'}"
 
 
-def _with_surroundings(
-    rank: int,
-    allocated: int,
-    components: Counter[str],
-    at: str,
-    spec: ModelSpec,
-    layout: Layout,
-    a: Assumptions,
-) -> StageMemory:
-    """Add what the allocator, the driver and NCCL take."""
-    slack = int(allocated * a.fragmentation_share)
+def _beside(rank: int, allocated: int, spec: ModelSpec, layout: Layout, a: Assumptions) -> dict[str, int]:
+    """What the allocator, the driver and NCCL take beside the tensors."""
     groups = sum(layout.size(axis) > 1 for axis in ("tp", "cp", "dp")) + (layout.world_size > 1)
+    # Slices are summed over replica groups, beside the shard groups' own collectives.
+    groups += layout.uses_shard_groups
     channels = 2 * (layout.pp > 1) * (1 if rank in (0, layout.pp - 1) else 2) + has_tied_copy(spec, layout)
-    beside = {
-        "allocator": slack,
+    return {
+        "allocator": int(allocated * a.fragmentation_share),
         "CUDA context": a.context_bytes,
         "NCCL": groups * a.nccl_bytes_per_group + channels * a.nccl_bytes_per_channel,
     }
-    parts = {name: size for name, size in (components + Counter(beside)).items() if size}
-    return StageMemory(
-        pp_rank=rank,
-        peak_allocated_bytes=allocated,
-        reserved_bytes=allocated + slack,
-        used_bytes=allocated + sum(beside.values()),
-        components=parts,
-        at=at,
-        uncertainty=hypot(a.uncertainty, a.allocator_uncertainty),
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import le
 
 from triweave.layout import Schedule
 from triweave.schedule.actions import Kind, PipelineSchedule
@@ -24,15 +25,18 @@ class Moment:
     """The same between the input half and the weight half of a split backward."""
 
 
-@lru_cache(maxsize=4096)
 def worst_moments(name: Schedule, pp: int, vpp: int, num_micro_batches: int, rank: int) -> tuple[Moment, ...]:
     """The moments of a pipeline rank that no other moment of the same action outdoes.
 
     Raises:
         InputError: the numbers do not fit the schedule.
     """
-    schedule = _schedule(name, pp, vpp, saturating_micro_batches(name, pp, vpp, num_micro_batches))
-    return _worst(_moments(schedule, rank))
+    return _worst_moments(name, pp, vpp, saturating_micro_batches(name, pp, vpp, num_micro_batches), rank)
+
+
+@lru_cache(maxsize=4096)
+def _worst_moments(name: Schedule, pp: int, vpp: int, num_micro_batches: int, rank: int) -> tuple[Moment, ...]:
+    return _worst(_moments(_schedule(name, pp, vpp, num_micro_batches), rank))
 
 
 @lru_cache(maxsize=256)
@@ -67,16 +71,12 @@ def _moments(schedule: PipelineSchedule, rank: int) -> list[Moment]:
 
 def _worst(moments: Sequence[Moment]) -> tuple[Moment, ...]:
     """Moments that are not below another one of the same action in every count."""
-    alike: dict[tuple[Kind, int], list[Moment]] = {}
-    for moment in dict.fromkeys(moments):
-        alike.setdefault((moment.kind, moment.stage), []).append(moment)
+    alike: dict[tuple[str, int], dict[tuple[int, ...], Moment]] = {}
+    for moment in moments:
+        alike.setdefault((moment.kind.value, moment.stage), {}).setdefault(moment.held + moment.put_off, moment)
     return tuple(
-        one
+        moment
         for group in alike.values()
-        for one in group
-        if not any(_below(one, other) for other in group if other is not one)
+        for counts, moment in group.items()
+        if not any(all(map(le, counts, other)) for other in group if other is not counts)
     )
-
-
-def _below(one: Moment, other: Moment) -> bool:
-    return all(a <= b for a, b in zip(one.held + one.put_off, other.held + other.put_off, strict=True))

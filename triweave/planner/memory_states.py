@@ -84,8 +84,8 @@ def stage_units(spec: ModelSpec, layout: Layout, stage: int, a: Assumptions) -> 
 
 
 def data_parallel_size(layout: Layout) -> int:
-    """Ranks that hold the same parameters: context-parallel ranks do too."""
-    return layout.dp * layout.cp
+    """Ranks among which a unit is cut and padded: those that hold the same parameters, or one shard group of them."""
+    return layout.shard_ranks if layout.uses_shard_groups else layout.replicas
 
 
 def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumptions) -> States:

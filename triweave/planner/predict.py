@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from triweave.errors import InputError, Problem
+from triweave.planner.machine import Machine
 from triweave.planner.memory import predict_memory
 from triweave.planner.memory_replay import fits
+from triweave.planner.profile import Profile
+from triweave.planner.profile_machine import is_foreign, machine_from_profile
 from triweave.planner.published_memory import capacity_of, case_of
-from triweave.planner.time_rows import run_of_row, step_s_of_row
+from triweave.planner.time_rows import Run, run_of_row, step_s_of_row
 from triweave.planner.time_step import predict_step
 
 COLUMNS = [
@@ -86,8 +91,11 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return [{name: row.get(name) or "" for name in (*COLUMNS, *MEASURED)} for row in rows]
 
 
-def predict_row(row: Row) -> dict[str, Any]:
-    """The prediction for one row, with the reason for each part that cannot be predicted."""
+def predict_row(row: Row, profile: Profile | None = None) -> dict[str, Any]:
+    """The prediction for one row, with the reason for each part that cannot be predicted.
+
+    A profile prices the rows of its own GPU, and no others.
+    """
     answer: dict[str, Any] = {"step_s": None, "tokens_per_s_per_gpu": None, "peak_gib": None, "fits": None}
     if wrong := [f"{name} = {row[name]}" for name in WHOLE_NUMBERS if not _is_whole(row[name])]:
         reason = f"{', '.join(wrong)}: must be a positive whole number"
@@ -105,7 +113,7 @@ def predict_row(row: Row) -> dict[str, Any]:
             global_batch=run.global_batch,
             precision=run.precision,
             stack=run.stack,
-            on=run.on,
+            on=run.on if profile is None else _on_profile(profile, run),
         )
         answer |= {
             "step_s": time.step_s,
@@ -119,6 +127,16 @@ def predict_row(row: Row) -> dict[str, Any]:
     if unpredicted:
         answer["unpredicted"] = unpredicted
     return answer
+
+
+def _on_profile(profile: Profile, run: Run) -> Machine:
+    """The row's machine by the profile, with the network that the row's source names."""
+    if is_foreign(profile, run.cluster) or run.on.name != run.cluster.gpu.name:
+        return run.on
+    return replace(_machine(profile, run.cluster), nic_bytes_per_s=run.on.nic_bytes_per_s)
+
+
+_machine = lru_cache(maxsize=256)(machine_from_profile)
 
 
 def _is_whole(cell: str) -> bool:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from triweave.cluster import Cluster
+from triweave.errors import Problem
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
 from triweave.planner.assumptions import OURS, Assumptions
-from triweave.planner.memory import StageMemory, each_rank_memory, predict_memory
-from triweave.planner.time_step import StepTime, least_step_s, predict_step, step_timeline
+from triweave.planner.machine import Machine
+from triweave.planner.memory import (
+    StageMemory,
+    each_rank_kept_bytes,
+    each_rank_used_bytes,
+    out_of_memory_probability,
+    predict_memory,
+)
+from triweave.planner.profile import Profile
+from triweave.planner.profile_machine import is_foreign
+from triweave.planner.time_step import StepTime, least_compute_s, least_step_s, predict_step, step_timeline
+from triweave.rules import layout_problems
 from triweave.schedule import Timeline
 
 MAX_OOM_PROBABILITY = 0.05
@@ -22,6 +35,8 @@ class Request:
 
     model: str
     """As the user named it."""
+    cluster_name: str
+    """The same."""
     spec: ModelSpec
     cluster: Cluster
     seq_len: int
@@ -30,6 +45,9 @@ class Request:
     dtype: str = "bfloat16"
     tp_across_nodes: bool = False
     assumptions: Assumptions = OURS
+    profile: Profile | None = None
+    on: Machine | None = None
+    """The machine of the profile; None is what is known of the cluster's GPU."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -69,55 +87,111 @@ def price(request: Request, layout: Layout) -> Candidate:
 
 def memory_of(request: Request, layout: Layout) -> tuple[StageMemory, ...]:
     """Memory of every pipeline rank."""
-    return predict_memory(
-        request.spec,
-        layout,
-        seq_len=request.seq_len,
-        num_micro_batches=layout.micro_batches(request.global_batch),
-        dtype=request.dtype,
-        assumptions=request.assumptions,
+    return predict_memory(request.spec, layout, **_memory_question(request, layout))
+
+
+def fits_in_memory(request: Request, layout: Layout) -> bool:
+    """Whether every pipeline rank fits; known as soon as one does not."""
+    return all(has_room_for(request, used) for used in _used_bytes(request, layout, _telling_ranks(layout)))
+
+
+def has_room_for(request: Request, used_bytes: int) -> bool:
+    """Whether a rank predicted to use that much fits: it is unlikely enough to need more than the card has."""
+    return (
+        out_of_memory_probability(used_bytes, request.assumptions.spread, request.capacity_bytes) <= MAX_OOM_PROBABILITY
     )
 
 
-def memory_if_fits(request: Request, layout: Layout) -> tuple[StageMemory, ...] | None:
-    """Memory of every pipeline rank, None as soon as one does not fit: the first and the last are asked first."""
-    ranks = sorted(range(layout.pp), key=lambda rank: (rank not in (0, layout.pp - 1), rank))
-    found: dict[int, StageMemory] = {}
-    for stage in each_rank_memory(
+def _telling_ranks(layout: Layout) -> Iterable[int]:
+    """Ranks of which one uses most, the likeliest first.
+
+    Of ranks between the ends that hold as many layers, an earlier one has no fewer micro-batches in flight.
+    """
+    last = layout.pp - 1
+    between = {layout.layers[rank :: layout.pp]: rank for rank in range(last - 1, 0, -1)}
+    return dict.fromkeys((0, last, *between.values()))
+
+
+def most_that_fits(request: Request) -> int:
+    """The most bytes that a rank may be predicted to use: what `has_room_for` accepts."""
+    low, high = 0, request.capacity_bytes
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if has_room_for(request, middle) else (low, middle)
+    return low
+
+
+def most_used_bytes(request: Request, layout: Layout) -> int:
+    """Bytes used on the fullest card."""
+    return max(_used_bytes(request, layout, _telling_ranks(layout)))
+
+
+def least_bytes(request: Request, layout: Layout) -> int:
+    """What the cards of the first pipeline rank use at least, whatever is recomputed."""
+    sparing = replace(layout, recompute=("layer",))
+    return next(each_rank_kept_bytes(request.spec, sparing, (0,), **_memory_question(request, sparing)))
+
+
+def may_fit(request: Request, layout: Layout) -> bool:
+    """Whether every pipeline rank may fit if only enough is recomputed; known as soon as one does not."""
+    sparing = replace(layout, recompute=("layer",))
+    question = _memory_question(request, sparing)
+    used = each_rank_kept_bytes(request.spec, sparing, _telling_ranks(layout), **question)
+    return all(has_room_for(request, least) for least in used)
+
+
+def _used_bytes(request: Request, layout: Layout, ranks: Iterable[int]) -> Iterator[int]:
+    return each_rank_used_bytes(request.spec, layout, ranks, **_memory_question(request, layout))
+
+
+def _memory_question(request: Request, layout: Layout) -> dict[str, Any]:
+    return {
+        "seq_len": request.seq_len,
+        "num_micro_batches": layout.micro_batches(request.global_batch),
+        "dtype": request.dtype,
+        "assumptions": request.assumptions,
+    }
+
+
+def legal_problems(request: Request, layout: Layout) -> list[Problem]:
+    """The rules that a layout breaks for this question."""
+    return layout_problems(
         request.spec,
         layout,
-        ranks,
+        world_size=request.cluster.world_size,
         seq_len=request.seq_len,
-        num_micro_batches=layout.micro_batches(request.global_batch),
-        dtype=request.dtype,
-        assumptions=request.assumptions,
-    ):
-        if stage.out_of_memory_probability(request.capacity_bytes) > MAX_OOM_PROBABILITY:
-            return None
-        found[stage.pp_rank] = stage
-    return tuple(found[rank] for rank in range(layout.pp))
+        global_batch=request.global_batch,
+        gpus_per_node=request.cluster.gpus_per_node,
+        tp_across_nodes=request.tp_across_nodes,
+    )
 
 
 def time_of(request: Request, layout: Layout) -> StepTime:
-    """Seconds of a step."""
-    return predict_step(
-        request.spec, layout, request.cluster, seq_len=request.seq_len, global_batch=request.global_batch
-    )
+    """Seconds of a step; of a profile of another GPU the range is twice as wide."""
+    time = predict_step(request.spec, layout, request.cluster, **_question(request))
+    if request.profile is None or not is_foreign(request.profile, request.cluster):
+        return time
+    low, high = time.range_s
+    return replace(time, range_s=(low * low / time.step_s, high * high / time.step_s))
 
 
 def timeline_of(request: Request, layout: Layout) -> Timeline:
     """Every forward and backward of a step, in time."""
-    return step_timeline(
-        request.spec, layout, request.cluster, seq_len=request.seq_len, global_batch=request.global_batch
-    )
+    return step_timeline(request.spec, layout, request.cluster, **_question(request))
 
 
 def least_time_of(request: Request, layout: Layout) -> float:
     """Seconds that the step cannot undercut, found faster than the step itself; a hair less, for rounding."""
-    least = least_step_s(
-        request.spec, layout, request.cluster, seq_len=request.seq_len, global_batch=request.global_batch
-    )
-    return least * (1 - 1e-9)
+    return least_step_s(request.spec, layout, request.cluster, **_question(request)) * (1 - 1e-9)
+
+
+def least_compute_of(request: Request, layout: Layout, *, even: bool) -> float:
+    """Seconds that no shard level and no recomputation undercut (`even`: no schedule and no layer map either)."""
+    return least_compute_s(request.spec, layout, request.cluster, even=even, **_question(request)) * (1 - 1e-9)
+
+
+def _question(request: Request) -> dict[str, Any]:
+    return {"seq_len": request.seq_len, "global_batch": request.global_batch, "on": request.on}
 
 
 def oom_probability(request: Request, memory: tuple[StageMemory, ...]) -> float:

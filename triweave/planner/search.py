@@ -1,66 +1,64 @@
 """Finds the fastest layouts that fit: the whole legal space, best first, and no more of it than needs pricing.
 
-A queue holds every layout, by a step time that it cannot undercut. The layout at its head is asked for its memory, and
-if it fits goes back by its exact step time; the first ones that come up again are therefore the answers. What cannot
-hold even its weights, gradients and optimizer states is never priced.
+A queue holds the space as a tree: grids with a micro-batch; their schedules and layer maps; the ways to shard each; the
+ways to recompute it. Every node stands at a step time that nothing below it undercuts, and is opened when it comes to
+the head. A layout that fits goes back by its exact step time; the first ones that come up again are the answers. A
+grid that cannot hold even its weights, gradients and optimizer states is never opened, nor is an order of it
+whose most sparing layouts do not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple
 
-from triweave.errors import InputError, Problem, divisors, nearest_number
-from triweave.layout import Layout, Recompute, Schedule, Shard, balanced_layers, even_layers
+from triweave.errors import InputError, Problem, nearest_number
+from triweave.layout import Layout, Shard, even_layers
 from triweave.planner.assumptions import GIB
+from triweave.planner.familiar import Familiar, familiar_layouts
 from triweave.planner.request import (
     Candidate,
     Request,
+    fits_in_memory,
+    has_room_for,
+    least_bytes,
+    least_compute_of,
     least_time_of,
-    memory_if_fits,
-    memory_of,
-    oom_probability,
+    legal_problems,
+    may_fit,
+    most_used_bytes,
+    price,
     time_of,
 )
-from triweave.rules import layout_problems
-
-RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (
-    (),
-    ("norm", "swiglu"),
-    ("norm", "swiglu", "attention"),
-    ("mlp",),
-    ("norm", "mlp"),
-    ("layer",),
-)
-"""From the cheapest to the most sparing."""
-
-SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "full")
-"""`none` is `optimizer` with more memory and the same traffic, so it is never better."""
-
-MAX_MICRO_BATCH = 8
-MAX_VIRTUAL_STAGES = 8
+from triweave.planner.space import RECOMPUTE, SHARDS, Grid, Order, grid_of, grids, orders, sharings
+from triweave.planner.words import as_typed
+from triweave.rules import trainer_problems
 
 Progress = Callable[[int, int], None]
-"""Told how many layouts are priced, of how many."""
-_PROGRESS_EVERY = 64
+"""Told how many parts of the space have been opened, and how many answers are found."""
 
-Grid = tuple[int, int, int]
-"""Tensor, pipeline and data parallel ranks."""
+_Path = tuple[int, ...]
+"""Where a node hangs in the tree: numbers of the grid, of its order, of its way to shard and of what it recomputes."""
+_ORDER, _SHARING = 2, 3
+"""Lengths of paths."""
+
+_STATE_BYTES = {"none": (18, 0), "optimizer": (6, 12), "gradients": (2, 16), "full": (0, 16)}
+"""Of one parameter: what every rank holds, and what the ranks of a shard group share."""
 
 
-class _Entry(NamedTuple):
-    """A layout in the queue. Ties go to the layout that comes first in `layouts`, and to less recomputation."""
+class _Node(NamedTuple):
+    """A part of the space in the queue. Ties go to what comes first in the space."""
 
     seconds: float
-    """The step, or what it cannot undercut as long as `found` is None."""
-    number: int
-    """Of the layout without its recomputation, which is in `RECOMPUTE` at `recompute`."""
-    recompute: int
+    """The step if it is `priced`, else what it cannot undercut."""
+    path: _Path
     layout: Layout
-    found: Candidate | None
+    """All of it is settled that the path names."""
+    priced: bool = False
+    """Whether the layout is known to fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +67,8 @@ class Rejected:
 
     layout: Layout
     reason: str
+    step_s: float | None = None
+    """Of a layout that fits and is slower than the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,13 @@ class Plan:
     candidates: tuple[Candidate, ...]
     """Fastest first; all fit."""
     rejected: tuple[Rejected, ...]
-    """One for each grid that has no answer."""
+    """One for each grid that has no answer; those that are only slower first."""
     num_considered: int
-    """Layouts of the legal space, not counting ways to recompute."""
+    """Layouts of the space, not counting ways to recompute."""
+    trainable: Candidate | None
+    """The fastest that this version trains."""
+    familiar: tuple[Familiar, ...] = ()
+    """What everybody tries first."""
 
 
 def search(request: Request, top: int = 5, progress: Progress | None = None) -> Plan:
@@ -88,150 +92,198 @@ def search(request: Request, top: int = 5, progress: Progress | None = None) -> 
 
     Args:
         request: the question.
-        top: answers wanted; each is another grid, micro-batch, schedule, layer map or shard level.
+        top: answers wanted; each is another grid, micro-batch, schedule, layer map or way to shard.
         progress: told now and then how far it is.
 
     Raises:
         InputError: no layout of the cluster is legal for the model and the batch, or `top` is not positive.
     """
     if top < 1:
-        raise InputError(Problem("--top", top, "must be at least 1", "1"))
-    every = list(layouts(request))
-    rejected: dict[Grid, Rejected] = {}
-    queue: list[_Entry] = []
-    legal = 0
-    for number, layout in enumerate(every):
-        problem = _problem(request, layout)
-        legal += problem is None
-        if reason := problem or _states_too_large(request, layout):
-            rejected.setdefault(_grid(layout), Rejected(layout, reason))
-        else:
-            queue.append(_Entry(least_time_of(request, layout), number, 0, layout, None))
-        if progress is not None and number % _PROGRESS_EVERY == 0:
-            progress(number, len(every))
-    if progress is not None:
-        progress(len(every) - 1, len(every))
-    if not legal:
-        raise InputError(_no_legal_layout(request, every))
-    answers, others = _walk(request, queue, top)
-    rejected |= others
-    answered = {_grid(candidate.layout) for candidate in answers}
-    reasons = [reject for grid, reject in sorted(rejected.items()) if grid not in answered]
-    return Plan(tuple(answers), tuple(reasons), len(every))
+        raise InputError(Problem("top", top, "must be at least 1", "1"))
+    roots = list(grids(request))
+    walk = _Walk(request, top)
+    if not walk.start(roots):
+        raise InputError(_no_legal_layout(request, roots))
+    walk.run(progress or (lambda opened, found: None))
+    considered = sum(len(walk.orders(root.pp)) * len(list(sharings(root.replicas))) for root in roots)
+    rejected = walk.rejected(dict.fromkeys(map(grid_of, roots)))
+    familiar = familiar_layouts(request, walk.answers[0] if walk.answers else None)
+    return Plan(tuple(walk.answers), tuple(rejected), considered, walk.trainable, tuple(familiar))
 
 
-def _walk(request: Request, queue: list[_Entry], top: int) -> tuple[list[Candidate], dict[Grid, Rejected]]:
-    """The fastest layouts that fit, and what becomes of the grids that are not among them."""
-    answers: list[Candidate] = []
-    answered: set[int] = set()
-    others: dict[Grid, Rejected] = {}
-    too_large: dict[Grid, list[Layout]] = {}
-    heapify(queue)
-    while queue:
-        entry = heappop(queue)
-        layout, grid = entry.layout, _grid(entry.layout)
-        wanted = len(answers) < top
-        plain = layout.schedule == "1f1b" and grid not in others
-        if entry.number in answered or not (wanted or plain):
-            continue
-        if entry.found is None:
-            memory = memory_if_fits(request, layout)
-            if memory is not None:
-                found = Candidate(layout, memory, time_of(request, layout), True, oom_probability(request, memory))
-                heappush(queue, entry._replace(seconds=found.time.step_s, found=found))
+class _Walk:
+    """The queue, and what has come out of it."""
+
+    def __init__(self, request: Request, top: int) -> None:
+        self.request = request
+        self.top = top
+        self.answers: list[Candidate] = []
+        self.trainable: Candidate | None = None
+        self.others: dict[Grid, Rejected] = {}
+        """Grids that no rule or card allows, and fastest plain layouts of others."""
+        self._queue: list[_Node] = []
+        self._answered: set[_Path] = set()
+        self._orders: dict[int, tuple[Order, ...]] = {}
+        """By pipeline ranks."""
+        self._first: dict[tuple[Grid, int, Shard], int] = {}
+        """Bytes of the first rank, by grid, micro-batch and shard level."""
+        self._fits: dict[Layout, bool] = {}
+        """Of layouts that share among all their ranks."""
+
+    def start(self, roots: Sequence[Layout]) -> bool:
+        """Queue every grid that may hold the model; whether any is legal."""
+        legal = False
+        for number, layout in enumerate(roots):
+            problem = _problem(self.request, layout)
+            legal |= problem is None
+            if reason := problem or _states_too_large(self.request, layout):
+                self.others.setdefault(grid_of(layout), Rejected(layout, reason))
             else:
-                too_large.setdefault(grid, []).append(layout)
-            if memory is None and entry.recompute == 0:
-                # No way to recompute makes the step shorter, so the others wait until this one is refused.
-                for which in range(1, len(RECOMPUTE)):
-                    sparing = replace(layout, recompute=RECOMPUTE[which])
-                    heappush(queue, _Entry(least_time_of(request, sparing), entry.number, which, sparing, None))
-            continue
-        answered.add(entry.number)
-        if wanted:
-            answers.append(entry.found)
-        if plain:
-            reason = f"fits, and takes {entry.seconds:.2f} s a step in 1F1B order"
-            others[grid] = Rejected(layout, reason)
-    for grid, refused in too_large.items():
-        if grid not in others:
-            others[grid] = _least_memory(request, refused)
-    return answers, others
+                seconds = least_compute_of(self.request, layout, even=True)
+                self._queue.append(_Node(seconds, (number,), layout))
+        heapify(self._queue)
+        return legal
 
-
-def _least_memory(request: Request, refused: Sequence[Layout]) -> Rejected:
-    """Of layouts that do not fit, the one that is nearest to it."""
-    sparing = [layout for layout in refused if layout.recompute == RECOMPUTE[-1]] or refused
-    used, layout = min(
-        ((max(stage.used_bytes for stage in memory_of(request, layout)), layout) for layout in sparing),
-        key=itemgetter(0),
-    )
-    return Rejected(layout, f"needs at least {used / GIB:.1f} GiB of {request.capacity_bytes / GIB:.1f}")
-
-
-def layouts(request: Request) -> Iterator[Layout]:
-    """Every layout of the cluster that the trainer can run, without recompute: the space that is searched."""
-    spec, cluster = request.spec, request.cluster
-    world = cluster.world_size
-    for tp in divisors(world):
-        if tp > cluster.gpus_per_node and not request.tp_across_nodes:
-            continue
-        if spec.num_attention_heads % tp or spec.intermediate_size % tp:
-            continue
-        for pp in divisors(world // tp):
-            if pp > spec.num_hidden_layers:
+    def run(self, progress: Progress) -> None:
+        """Open the queue until all answers are found, and the fastest plain layout of each grid."""
+        steps = 0
+        while self._queue:
+            node = heappop(self._queue)
+            grid = grid_of(node.layout)
+            wanted = len(self.answers) < self.top or (self.trainable is None and not trainer_problems(node.layout))
+            plain = _is_plain(node.layout) and grid not in self.others
+            if node.path[:_SHARING] in self._answered or not (wanted or plain):
                 continue
-            dp = world // tp // pp
-            orders = list(_orders(request, pp))
-            for micro_batch in _micro_batches(request.global_batch, dp, pp):
-                for schedule, vpp, layers in orders:
-                    for shard in SHARDS if dp > 1 else SHARDS[:1]:
-                        yield Layout(
-                            tp=tp,
-                            pp=pp,
-                            vpp=vpp,
-                            dp=dp,
-                            micro_batch=micro_batch,
-                            schedule=schedule,
-                            shard=shard,
-                            layers=layers,
-                        )
+            progress(steps, len(self.answers))
+            steps += 1
+            if node.priced:
+                self._take(node, plain=plain)
+            elif len(node.path) < _ORDER:
+                self._open_grid(node)
+            elif len(node.path) < _SHARING:
+                self._open_order(node)
+            else:
+                self._price(node)
+
+    def rejected(self, grids: Iterable[Grid]) -> list[Rejected]:
+        """Why each grid without an answer has none: the slower ones first, fastest first."""
+        answered = {grid_of(candidate.layout) for candidate in self.answers}
+        reasons = [self.others.get(grid) or self._unanswered(grid) for grid in grids if grid not in answered]
+        return sorted(reasons, key=lambda one: (one.step_s is None, one.step_s or 0.0))
+
+    def _unanswered(self, grid: Grid) -> Rejected:
+        """Why a grid has neither an answer nor a fastest plain layout: it is too large, or no better than the last."""
+        layers = even_layers(self.request.spec.num_hidden_layers, grid.pp)
+        root = Layout(**grid._asdict(), layers=layers)
+        used, shard = min((self._first_bytes(root, shard), shard) for shard in _shards(root))
+        nearest = replace(root, shard=shard)
+        if has_room_for(self.request, used):
+            every = [
+                replace(root, layers=order.layers, shard=shard, recompute=recompute)
+                for recompute in reversed(RECOMPUTE)
+                for order in self.orders(grid.pp)
+                if order.schedule == "1f1b"
+                for shard in _shards(root)
+            ]
+            if fitting := next((one for one in every if self._has_room(one)), None):
+                slowest = self.answers[-1].time.step_s
+                return Rejected(fitting, f"slower: its layouts take {slowest:.2f} s a step or more")
+            used, nearest = min(((most_used_bytes(self.request, one), one) for one in every), key=itemgetter(0))
+        return Rejected(nearest, f"needs at least {used / GIB:.1f} GiB of {self.request.capacity_bytes / GIB:.1f}")
+
+    def orders(self, pp: int) -> tuple[Order, ...]:
+        """The orders of `pp` pipeline ranks."""
+        if pp not in self._orders:
+            self._orders[pp] = tuple(orders(self.request, pp))
+        return self._orders[pp]
+
+    def _open_grid(self, node: _Node) -> None:
+        if not self._roomy_shards(node.layout):
+            return
+        for number, order in enumerate(self.orders(node.layout.pp)):
+            layout = replace(node.layout, **order._asdict())
+            # The rest of the rules are about the grid, which is legal.
+            if order.schedule != "interleaved" or _problem(self.request, layout) is None:
+                seconds = least_compute_of(self.request, layout, even=False)
+                heappush(self._queue, _Node(seconds, (*node.path, number), layout))
+
+    def _open_order(self, node: _Node) -> None:
+        replicas, capacity = node.layout.replicas, self.request.capacity_bytes
+        roomy = self._roomy_shards(node.layout)
+        for number, (shard, group) in enumerate(sharings(replicas)):
+            if shard in roomy and _state_bytes(self.request, node.layout, shard, group or replicas) <= capacity:
+                layout = replace(node.layout, shard=shard, shard_group=group)
+                heappush(self._queue, _Node(least_time_of(self.request, layout), (*node.path, number), layout))
+
+    def _price(self, node: _Node) -> None:
+        layout = node.layout
+        if self._has_room(layout):
+            heappush(self._queue, node._replace(seconds=time_of(self.request, layout).step_s, priced=True))
+        elif len(node.path) == _SHARING and may_fit(self.request, layout):
+            # No way to recompute makes the step shorter, so the others wait until this one is refused.
+            for number, recompute in enumerate(RECOMPUTE[1:]):
+                sparing = replace(layout, recompute=recompute)
+                seconds = least_time_of(self.request, sparing)
+                heappush(self._queue, _Node(seconds, (*node.path, number), sparing))
+
+    def _take(self, node: _Node, *, plain: bool) -> None:
+        self._answered.add(node.path[:_SHARING])
+        if plain:
+            reason = f"fits, and takes {node.seconds:.2f} s a step in 1F1B order"
+            self.others[grid_of(node.layout)] = Rejected(node.layout, reason, node.seconds)
+        trainable = self.trainable is None and not trainer_problems(node.layout)
+        if trainable or len(self.answers) < self.top:
+            candidate = price(self.request, node.layout)
+            self.answers += [candidate] * (len(self.answers) < self.top)
+            self.trainable = candidate if trainable else self.trainable
+
+    def _roomy_shards(self, layout: Layout) -> list[Shard]:
+        """Shard levels at which the first rank may have room in 1F1B order with the layers spread evenly.
+
+        No other order holds fewer layers or fewer micro-batches on it.
+        """
+        return [shard for shard in _shards(layout) if has_room_for(self.request, self._first_bytes(layout, shard))]
+
+    def _first_bytes(self, layout: Layout, shard: Shard) -> int:
+        """What the first rank uses at least, shared among all ranks."""
+        key = grid_of(layout), layout.micro_batch, shard
+        if key not in self._first:
+            layers = even_layers(self.request.spec.num_hidden_layers, layout.pp)
+            plain = replace(layout, schedule="1f1b", vpp=1, layers=layers, shard=shard, shard_group=None)
+            self._first[key] = least_bytes(self.request, plain)
+        return self._first[key]
+
+    def _has_room(self, layout: Layout) -> bool:
+        """Whether a layout fits: never where the same does not with half the micro-batch, or shared among more."""
+        widest = replace(layout, shard_group=None)
+        if widest not in self._fits:
+            smaller = replace(widest, micro_batch=layout.micro_batch // 2)
+            self._fits[widest] = self._fits.get(smaller, True) and fits_in_memory(self.request, widest)
+        if not layout.uses_shard_groups or not self._fits[widest]:
+            return self._fits[widest]
+        return fits_in_memory(self.request, layout)
 
 
-def _micro_batches(global_batch: int, dp: int, pp: int) -> Sequence[int]:
-    """Micro-batch sizes that divide a rank's share and leave enough micro-batches to fill the pipeline."""
-    if global_batch % dp:
-        return (1,)  # kept, so that its rule is told
-    share = global_batch // dp
-    sizes = [size for size in divisors(share) if size <= MAX_MICRO_BATCH and share // size >= pp]
-    return sizes or (1,)
+def _is_plain(layout: Layout) -> bool:
+    """Whether a layout may stand for its grid: whole sequences, 1F1B, shared among all ranks."""
+    return layout.cp == 1 and layout.schedule == "1f1b" and not layout.uses_shard_groups
 
 
-def _orders(request: Request, pp: int) -> Iterator[tuple[Schedule, int, tuple[int, ...]]]:
-    """Schedules of a pipeline, their virtual stages a rank, and their layer maps."""
-    num_layers = request.spec.num_hidden_layers
-    schedules: list[tuple[Schedule, int]] = [("1f1b", 1)]
-    if pp > 1:
-        schedules.append(("zero-bubble", 1))
-        schedules += [("interleaved", vpp) for vpp in range(2, MAX_VIRTUAL_STAGES + 1) if num_layers % (pp * vpp) == 0]
-    for schedule, vpp in schedules:
-        for layers in _layer_maps(request, pp * vpp):
-            yield schedule, vpp, layers
+def _shards(layout: Layout) -> tuple[Shard, ...]:
+    """The shard levels of a layout's ranks; one rank has nothing to share."""
+    return SHARDS if layout.replicas > 1 else SHARDS[:1]
 
 
-def _layer_maps(request: Request, num_stages: int) -> list[tuple[int, ...]]:
-    even = even_layers(request.spec.num_hidden_layers, num_stages)
-    if num_stages == 1:
-        return [even]
-    balanced = balanced_layers(request.spec, num_stages, request.seq_len)
-    return [even] if balanced == even else [even, balanced]
+def _state_bytes(request: Request, layout: Layout, shard: Shard, ranks: int) -> float:
+    """What weights, gradients and optimizer states of the layers take at least on the fullest rank."""
+    layers = -(-request.spec.num_hidden_layers // layout.pp)
+    held, shared = _STATE_BYTES[shard]
+    return layers * request.spec.layer_matmul_parameters / layout.tp * (held + shared / ranks)
 
 
 def _states_too_large(request: Request, layout: Layout) -> str | None:
-    """Why not even weights, gradients and optimizer states fit, None if they may."""
-    layers = max(layout.layers) * request.spec.layer_matmul_parameters / layout.tp
-    weights, shared = {"optimizer": (6, 12), "gradients": (2, 16), "full": (0, 16)}.get(layout.shard, (18, 0))
-    needed = layers * (weights + shared / layout.dp)
+    """Why not even weights, gradients and optimizer states fit, however they are shared; None if they may."""
+    needed = min(_state_bytes(request, layout, shard, layout.replicas) for shard in SHARDS)
     if needed <= request.capacity_bytes:
         return None
     return (
@@ -242,23 +294,15 @@ def _states_too_large(request: Request, layout: Layout) -> str | None:
 
 def _problem(request: Request, layout: Layout) -> str | None:
     """The first rule that the layout breaks."""
-    problems = layout_problems(
-        request.spec,
-        layout,
-        world_size=request.cluster.world_size,
-        seq_len=request.seq_len,
-        global_batch=request.global_batch,
-        gpus_per_node=request.cluster.gpus_per_node,
-        tp_across_nodes=request.tp_across_nodes,
-    )
-    return str(problems[0]) if problems else None
+    problems = legal_problems(request, layout)
+    return str(as_typed(problems[0])) if problems else None
 
 
-def _no_legal_layout(request: Request, every: Sequence[Layout]) -> Problem:
+def _no_legal_layout(request: Request, roots: Sequence[Layout]) -> Problem:
     """What to change where every layout breaks a rule."""
     world, batch = request.cluster.world_size, request.global_batch
     legal: set[int] = set()
-    for layout in every:
+    for layout in roots:
         # Every data-parallel rank needs as many micro-batches as there are pipeline ranks.
         least = layout.dp * layout.pp
         nearest = max(least, batch - batch % layout.dp)
@@ -267,10 +311,6 @@ def _no_legal_layout(request: Request, every: Sequence[Layout]) -> Problem:
                 legal.add(other)
     if legal:
         rule = f"no layout of {world} GPUs divides it: dp must, with a micro-batch at least for each pipeline rank"
-        return Problem("--global-batch", batch, rule, nearest_number(batch, legal))
-    first = _problem(request, every[0]) if every else "tp must divide the heads and the GPUs"
-    return Problem("--cluster", request.cluster, f"no layout of {world} GPUs is legal: {first}")
-
-
-def _grid(layout: Layout) -> Grid:
-    return layout.tp, layout.pp, layout.dp
+        return Problem("train.global_batch", batch, rule, nearest_number(batch, legal))
+    first = _problem(request, roots[0]) if roots else "tp must divide the heads and the GPUs"
+    return Problem("cluster", request.cluster, f"no layout of {world} GPUs is legal: {first}")

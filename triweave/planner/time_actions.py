@@ -88,7 +88,7 @@ def action_costs(
     gpu = on if on is not None else machine_of(cluster)
     per_node = cluster.gpus_per_node
     place = place_of(decoder_of(spec), layout, gpu, stack, seq_len=seq_len, gpus_per_node=per_node, precision=precision)
-    group = replicas(layout, per_node) if layout.shard == "full" else None
+    group = shard_shape(layout, per_node) if layout.shard == "full" else None
     last = layout.num_stages - 1
     known: dict[tuple[int, bool, bool], StageBlocks] = {}
     blocks = []
@@ -107,10 +107,19 @@ def action_costs(
     return ActionCosts(place, layout.micro_batches(global_batch), tuple(blocks), tuple(stages), transfer)
 
 
-def replicas(layout: Layout, gpus_per_node: int) -> GroupShape:
-    """Ranks that share out weights: data-parallel and context-parallel ones, which are neighbours."""
-    ranks = layout.dp * layout.cp
+def shard_shape(layout: Layout, gpus_per_node: int) -> GroupShape:
+    """Ranks that share out weights, gradients or optimizer states, or that sum whole gradients if nothing is shared.
+
+    They are neighbours along data and context parallel: all of them, or those of one shard group.
+    """
+    ranks = layout.shard_ranks if layout.uses_shard_groups else layout.replicas
     return GroupShape(ranks, max(1, min(ranks, gpus_per_node // layout.tp)))
+
+
+def replica_shape(layout: Layout, gpus_per_node: int) -> GroupShape:
+    """Ranks that hold the same slice in different shard groups; one where there is one shard group."""
+    ranks = layout.replicas // layout.shard_ranks if layout.uses_shard_groups else 1
+    return GroupShape(ranks, max(1, min(ranks, gpus_per_node // (layout.tp * layout.shard_ranks))))
 
 
 def _check(layout: Layout, global_batch: int) -> None:
@@ -132,12 +141,7 @@ def _check(layout: Layout, global_batch: int) -> None:
 @lru_cache(maxsize=65536)
 def _stage_blocks(place: Place, num_layers: int, ends: Ends, group: GroupShape | None) -> StageBlocks:
     """One micro-batch on `num_layers` layers and the ends; the weights sharded over `group`, None if they are whole."""
-    works = [layer_work(place).times(num_layers)]
-    if ends.embedding:
-        works.append(embedding_work(place))
-    if ends.head:
-        works.append(head_work(place))
-    work = chain(*works)
+    work = _stage_work(place, num_layers, ends)
     decoder = place.decoder
     parameters = (num_layers * decoder.layer_parameters + sum(ends) * decoder.head_parameters) / place.tp.ranks
     gather, scatter = (0.0, 0.0) if group is None else _sharding_s(place, work, parameters, num_layers, group)
@@ -147,6 +151,16 @@ def _stage_blocks(place: Place, num_layers: int, ends: Ends, group: GroupShape |
         work.backward_weight.total,
     )
     return StageBlocks(work, gather, scatter, parameters, cost)
+
+
+@lru_cache(maxsize=65536)
+def _stage_work(place: Place, num_layers: int, ends: Ends) -> Work:
+    works = [layer_work(place).times(num_layers)]
+    if ends.embedding:
+        works.append(embedding_work(place))
+    if ends.head:
+        works.append(head_work(place))
+    return chain(*works)
 
 
 def _sharding_s(place: Place, work: Work, parameters: float, num_layers: int, group: GroupShape) -> tuple[float, float]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import exp, log
 from types import MappingProxyType
 from typing import Literal
 
 from triweave.planner.machine import Machine
+
+_NEAR = 0.7
+"""How far a measurement reaches in the logarithm of the shape (e^0.7 = twice as long)."""
 
 AttentionName = Literal["unfused", "fused-softmax", "flash1", "triton", "flash2", "flash3", "cudnn"]
 
@@ -80,6 +84,16 @@ def attention_s(
         product = 2 * causal / (0.6 * machine.peak_bf16)
         forward, backward = SCORE_BYTES[kernel]
         return scores * forward / bandwidth + product, scores * backward / bandwidth + 2 * product
+    corrections = _corrections(machine, kernel, batch, seq, heads, head_dim)
+    forward, backward = _model_s(machine, kernel, batch, seq, heads, head_dim)
+    return forward * corrections[0], backward * corrections[1]
+
+
+def _model_s(
+    machine: Machine, kernel: AttentionName, batch: int, seq: int, heads: int, head_dim: int
+) -> tuple[float, float]:
+    """Seconds forward and backward of a fused kernel."""
+    causal = 2.0 * batch * heads * head_dim * seq * seq
     kernels = _kernels(machine)
     # cuDNN's and FlashAttention-3's need Hopper; PyTorch then runs FlashAttention-2.
     speed = kernels.get(kernel, kernels["flash2"])
@@ -89,6 +103,25 @@ def attention_s(
     share *= min(1.0, (head_dim / 128) ** 0.15)
     rate = machine.peak_bf16 * share
     return causal / (rate * speed.forward), 2.5 * causal / (rate * speed.backward)
+
+
+def _corrections(
+    machine: Machine, kernel: AttentionName, batch: int, seq: int, heads: int, head_dim: int
+) -> tuple[float, float]:
+    """Measured over modelled time near this shape, as `time_matmul` corrects products by their nearest shapes."""
+    totals, weight = [0.0, 0.0], 0.1
+    for known in machine.attentions:
+        if (known.kernel, known.head_dim) != (kernel, head_dim):
+            continue
+        distance = (log(seq / known.seq) ** 2 + log(batch * heads / known.batch / known.heads) ** 2) / _NEAR**2
+        if distance > 20:
+            continue
+        near = 1 / (distance + 1e-6)
+        modelled = _model_s(machine, kernel, known.batch, known.seq, known.heads, head_dim)
+        for which, measured in enumerate((known.forward_s, known.backward_s)):
+            totals[which] += near * log(measured / modelled[which])
+        weight += near
+    return exp(totals[0] / weight), exp(totals[1] / weight)
 
 
 def _kernels(machine: Machine) -> Mapping[str, FlashKernel]:

@@ -69,7 +69,7 @@ def send_s(machine: Machine, size: float, *, crosses_nodes: bool) -> float:
     """Seconds of one message between two ranks."""
     if crosses_nodes:
         return machine.nic_latency_s + size / (machine.nic_bytes_per_s * machine.nic_efficiency)
-    return _inside_s(machine, 2, size)
+    return machine.nvlink_send(size) if machine.nvlink_send is not None else _inside_s(machine, 2, size)
 
 
 def _inside_s(machine: Machine, ranks: int, size: float) -> float:

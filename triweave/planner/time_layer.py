@@ -8,8 +8,14 @@ from typing import NamedTuple
 from triweave.planner.time_attention import attention_s
 from triweave.planner.time_collectives import all_reduce_s, overlapped_s, reduce_scatter_s, send_s
 from triweave.planner.time_parts import Parts, Place, Work, add, chain
+from triweave.planner.time_stack import Bytes
 
 Products = tuple[float, float, float]
+
+_MERGE_OUTPUT = Bytes(10, 10)
+"""A step of the ring: its output read (2) and added to a float32 sum (8); backward the same with queries' gradients."""
+_MERGE_KEYS = Bytes(0, 10)
+"""Backward, gradients of keys and values: those of the step read (2) and added to the float32 sums that travel (8)."""
 
 
 class _Half(NamedTuple):
@@ -28,7 +34,7 @@ def layer_work(place: Place) -> Work:
     stack, chosen = place.stack, place.recompute
     attention, mlp = _attention(place), _mlp(place)
     whole = chain(attention.work, mlp.work)
-    host, collectives = stack.host, 2 if place.tp.ranks > 1 else 0
+    host, collectives = stack.host, (2 if place.tp.ranks > 1 else 0) + place.cp.ranks - 1
     forward = whole.forward.at_least(host.forward + collectives * host.collective)
     backward_input = whole.backward_input.at_least(2 / 3 * host.backward + collectives * host.collective)
     backward_weight = whole.backward_weight.at_least(host.backward / 3)
@@ -58,10 +64,17 @@ def _attention(place: Place) -> _Half:
     key_value = max(1, decoder.kv_heads // tp) * decoder.head_dim
     qkv = place.products(query + 2 * key_value, decoder.hidden)
     out = place.products(decoder.hidden, query)
+    # A context-parallel rank's share of causal attention is one kernel a step of the ring, each as much work as causal
+    # attention over its own tokens (two slices, one from each end of the sequence, balance it).
     core_forward, core_backward = (
-        seconds / place.cp.ranks / stack.efficiency
+        seconds * place.cp.ranks / stack.efficiency
         for seconds in attention_s(
-            machine, stack.attention, place.micro_batch, place.seq, max(1, decoder.heads // tp), decoder.head_dim
+            machine,
+            stack.attention,
+            place.micro_batch,
+            place.seq // place.cp.ranks,
+            max(1, decoder.heads // tp),
+            decoder.head_dim,
         )
     )
     norm = place.memory(place.own_tokens * decoder.hidden, stack.norm)
@@ -71,19 +84,21 @@ def _attention(place: Place) -> _Half:
     casts = place.casts(place.tokens * (decoder.hidden + query))
     tp_forward, tp_backward = _tensor_parallel(place, qkv, out, place.stack.reductions // 2)
     cp_forward, cp_backward = _context_parallel(place, key_value, core_forward, core_backward)
+    merge = place.memory((place.cp.ranks - 1) * place.tokens * query, _MERGE_OUTPUT)
+    merge_keys = place.memory((place.cp.ranks - 1) * place.tokens * 2 * key_value, _MERGE_KEYS)
     parameters = decoder.hidden * (2 * query + 2 * key_value)
     work = Work(
         Parts(
             qkv[0] + out[0],
             core_forward,
-            norm[0] + residual[0] + rotary[0] + heads[0] + casts,
+            norm[0] + residual[0] + rotary[0] + heads[0] + casts + merge[0],
             tp_forward,
             cp_forward,
         ),
         Parts(
             qkv[1] + out[1],
             core_backward,
-            norm[1] + residual[1] + rotary[1] + heads[1] + casts,
+            norm[1] + residual[1] + rotary[1] + heads[1] + casts + merge[1] + merge_keys[1],
             tp_backward,
             cp_backward,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from triweave.layout import Layout, Recompute
@@ -61,9 +62,12 @@ def chain(*works: Work) -> Work:
     return Work(*(add(*column) for column in zip(*works, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """What the blocks of a run have in common; the key under which their costs are remembered."""
+    """What the blocks of a run have in common; the key under which their costs are remembered.
+
+    Compared by identity, for `place_of` makes equal ones once.
+    """
 
     decoder: Decoder
     machine: Machine
@@ -128,7 +132,7 @@ def place_of(
     precision: Precision,
 ) -> Place:
     """The place that a layout gives its blocks."""
-    return Place(
+    return _place(
         decoder,
         machine,
         stack,
@@ -140,3 +144,6 @@ def place_of(
         layout.recompute,
         precision,
     )
+
+
+_place = lru_cache(maxsize=65536)(Place)

@@ -71,12 +71,14 @@ def pipeline_s(
         second = _priced(schedule, pp, vpp, few, costs, transfer_s)
         if abs(second - first - period * slope) <= 1e-9 * second:
             return second + (micro_batches - few) * slope
-    many = _LONG * period + micro_batches % period
+    # Half of them must still fill the pipeline.
+    periods = max(_LONG, -(-2 * pp // period))
+    many = periods * period + micro_batches % period
     if micro_batches > 2 * many:
         # The slope is none that is known: it is read off where the start is long forgotten.
-        first = _priced(schedule, pp, vpp, many - _LONG // 2 * period, costs, transfer_s)
+        first = _priced(schedule, pp, vpp, many - periods // 2 * period, costs, transfer_s)
         second = _priced(schedule, pp, vpp, many, costs, transfer_s)
-        return second + (micro_batches - many) * (second - first) / (_LONG // 2 * period)
+        return second + (micro_batches - many) * (second - first) / (periods // 2 * period)
     return _priced(schedule, pp, vpp, micro_batches, costs, transfer_s)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from operator import attrgetter
+from typing import NamedTuple
 
 from triweave.cluster import Cluster
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
 from triweave.planner.machine import Machine
-from triweave.planner.time_actions import ActionCosts, action_costs, replicas
+from triweave.planner.time_actions import ActionCosts, action_costs, replica_shape, shard_shape
 from triweave.planner.time_collectives import all_reduce_s, overlapped_s, reduce_scatter_s
 from triweave.planner.time_matmul import Precision
 from triweave.planner.time_parts import add
@@ -156,22 +158,83 @@ def predict_step(
 
 
 def least_step_s(
-    spec: ModelSpec | Decoder, layout: Layout, cluster: Cluster, *, seq_len: int, global_batch: int
+    spec: ModelSpec | Decoder,
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    seq_len: int,
+    global_batch: int,
+    on: Machine | None = None,
 ) -> float:
     """Seconds that the step of `layout` cannot undercut, without laying out its schedule: exact for equal stages.
 
     Raises:
         InputError: as `predict_step`.
     """
-    costs = action_costs(spec, layout, cluster, seq_len=seq_len, global_batch=global_batch)
+    # Below `full` the stages cost the same however optimizer states and gradients are shared.
+    alike = layout if layout.shard == "full" else replace(layout, shard="none", shard_group=None)
+    known = _least_pipeline(spec, alike, cluster, seq_len, global_batch, on)
+    return known.seconds + sum(_after_backward(known.costs, layout, known.rank, known.busy_s, cluster.gpus_per_node))
+
+
+class _LeastPipeline(NamedTuple):
+    """What a pipeline cannot undercut, and the rank that works longest."""
+
+    costs: ActionCosts
+    seconds: float
+    rank: int
+    busy_s: float
+    mean_busy_s: float
+
+
+@lru_cache(maxsize=4096)
+def _least_pipeline(
+    spec: ModelSpec | Decoder, layout: Layout, cluster: Cluster, seq_len: int, global_batch: int, on: Machine | None
+) -> _LeastPipeline:
+    costs = action_costs(spec, layout, cluster, seq_len=seq_len, global_batch=global_batch, on=on)
     busy = costs.busy_s(layout)
     longest = max(range(layout.pp), key=lambda rank: busy[rank])
     least = least_pipeline_s(layout.schedule, layout.pp, costs.micro_batches, costs.stages, costs.transfer_s)
-    return least + sum(_after_backward(costs, layout, longest, busy[longest], cluster.gpus_per_node))
+    return _LeastPipeline(costs, least, longest, busy[longest], sum(busy) / layout.pp)
+
+
+def least_compute_s(
+    spec: ModelSpec | Decoder,
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    seq_len: int,
+    global_batch: int,
+    even: bool,
+    on: Machine | None = None,
+) -> float:
+    """Seconds that no way to shard and to recompute makes shorter: the pipeline alone.
+
+    Args:
+        spec: the model.
+        layout: its schedule and its layer map.
+        cluster: nodes and GPU.
+        seq_len: tokens of a sequence.
+        global_batch: sequences of a step.
+        even: for any schedule and any layer map: all work, spread over the pipeline ranks without a bubble.
+        on: speeds of the GPU and its links, as for `predict_step`.
+
+    Raises:
+        InputError: as `predict_step`.
+    """
+    plain = replace(layout, shard="none", shard_group=None, recompute=())
+    known = _least_pipeline(spec, plain, cluster, seq_len, global_batch, on)
+    return known.mean_busy_s if even else known.seconds
 
 
 def step_timeline(
-    spec: ModelSpec | Decoder, layout: Layout, cluster: Cluster, *, seq_len: int, global_batch: int
+    spec: ModelSpec | Decoder,
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    seq_len: int,
+    global_batch: int,
+    on: Machine | None = None,
 ) -> Timeline:
     """Every forward and backward of a step in time, from the costs that `predict_step` adds up.
 
@@ -180,7 +243,7 @@ def step_timeline(
     Raises:
         InputError: as `predict_step`.
     """
-    costs = action_costs(spec, layout, cluster, seq_len=seq_len, global_batch=global_batch)
+    costs = action_costs(spec, layout, cluster, seq_len=seq_len, global_batch=global_batch, on=on)
     schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, costs.micro_batches)
     return simulate(schedule, lambda action: costs.stages[action.stage].of(action.kind), costs.transfer_s)
 
@@ -191,15 +254,19 @@ def _after_backward(
     """Exposed data-parallel communication of a step, and the optimizer, on one pipeline rank."""
     gpu, stack, micro_batches = costs.place.machine, costs.place.stack, costs.micro_batches
     parameters = sum(costs.blocks[stage].parameters for stage in layout.stages_of(rank))
-    group = replicas(layout, gpus_per_node)
+    group = shard_shape(layout, gpus_per_node)
     shard = parameters if layout.shard == "none" else parameters / group.ranks
     whole_gradients = layout.shard in ("none", "optimizer")
     zeroed = 4 * (parameters if whole_gradients else shard)
     optimizer = (shard * stack.optimizer + zeroed) / gpu.hbm_kernel_bytes_per_s
-    if group.ranks == 1 or layout.shard == "full":
+    if layout.replicas == 1:
         return 0.0, optimizer
     gradients = stack.gradient_size * parameters
-    if layout.shard == "none":
+    # Shard groups sum their slices among each other once a step, however often they reduce inside.
+    across = all_reduce_s(gpu, replica_shape(layout, gpus_per_node), gradients / group.ranks)
+    if layout.shard == "full":
+        reduce = gather = 0.0
+    elif layout.shard == "none":
         reduce, gather = all_reduce_s(gpu, group, gradients), 0.0
     else:
         reduce = (all_reduce_s if stack.reduces_whole else reduce_scatter_s)(gpu, group, gradients)
@@ -207,6 +274,7 @@ def _after_backward(
     if layout.shard == "gradients":
         reduce += stack.scatter_copies.of(parameters, group.ranks) / gpu.hbm_kernel_bytes_per_s
         reduce *= micro_batches
+    reduce += across
     # Reduction hides under the last micro-batch's backward, gathering under the first's forward.
     room = busy / micro_batches
     hidden = overlapped_s(reduce, 2 / 3 * room, stack.slowdown) + overlapped_s(gather, room / 3, stack.slowdown)

@@ -1,0 +1,141 @@
+"""From a machine profile to the `Machine` that time is priced on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from triweave.cluster import CATALOGUE, Cluster, Gpu
+from triweave.errors import InputError, Problem, closest
+from triweave.planner.machine import MACHINES, Attention, Curve, Machine, Matmul, machine_of
+from triweave.planner.profile import Collective, Profile, Span, read_profile
+
+_SHIPPED = Path(__file__).parent / "profiles"
+
+
+def machine_from_profile(profile: Profile, cluster: Cluster) -> Machine:
+    """The cluster's machine with what the profile measured in place of what is known of such GPUs.
+
+    What the profile lacks stays as it is known; for a GPU of which nothing is known, the profile must hold products
+    and an all-reduce inside a node. A profile of another GPU than the cluster's is carried over in shares of the two
+    datasheets: `is_foreign` says so, and the range beside each step is to be widened.
+
+    Raises:
+        InputError: nothing is known of the GPU, and the profile lacks what it takes.
+    """
+    gpu = cluster.gpu
+    own = CATALOGUE[profile.gpu]
+    measured = _measured(profile, _known(profile, own), own)
+    if not is_foreign(profile, cluster):
+        base = machine_of(cluster) if gpu.name in MACHINES else measured
+        # A cluster file that gives the card or its node other figures changes these; the rest was measured.
+        return replace(measured, nic_bytes_per_s=base.nic_bytes_per_s)
+    return _carried_over(measured, own, gpu, cluster)
+
+
+def is_foreign(profile: Profile, cluster: Cluster) -> bool:
+    """Whether the profile is of another GPU than the cluster's."""
+    return profile.gpu != cluster.gpu.name
+
+
+def profile_of(words: str) -> Profile:
+    """The profile of `--profile`: a file, or the name of one that comes with the package.
+
+    Raises:
+        InputError: no such file and no such name, or a file that is not a profile.
+    """
+    shipped = {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
+    if words in shipped:
+        return read_profile(shipped[words])
+    if not Path(words).exists():
+        rule = f"is neither a file nor one of the profiles that come with the package: {', '.join(shipped)}"
+        raise InputError(Problem("profile", words, rule, closest(words, list(shipped))))
+    return read_profile(Path(words))
+
+
+def _known(profile: Profile, gpu: Gpu) -> Machine:
+    """What is known of a profile's GPU without it; of a GPU of which nothing is, its datasheet and usual shares."""
+    if profile.gpu in MACHINES:
+        return MACHINES[profile.gpu]
+    if not profile.matmul or not _inside(profile, "all_reduce"):
+        rule = "has no measured speeds of its own, so its profile needs matmul points and an all_reduce in a node"
+        raise InputError(Problem("gpu", profile.gpu, rule))
+    return Machine(
+        profile.gpu,
+        gpu.peak_flops,
+        gpu.peak_fp8_flops or None,
+        gpu.num_sms,
+        max(2.0 * m * n * k / seconds for m, n, k, seconds in profile.matmul) / gpu.peak_flops,
+        0.0,
+        0.9 * gpu.memory_bandwidth,
+        0.85,
+        MappingProxyType(_inside(profile, "all_reduce")),
+        gpu.nic_bandwidth,
+    )
+
+
+def _measured(profile: Profile, known: Machine, gpu: Gpu) -> Machine:
+    across = _across(profile, gpu)
+    gathers = _inside(profile, "all_gather")
+    scatters = _inside(profile, "reduce_scatter")
+    sends = [curve.points for curve in profile.point_to_point if curve.span == "node"]
+    return replace(
+        known,
+        matmuls=tuple(Matmul(*point) for point in profile.matmul) or known.matmuls,
+        attentions=tuple(
+            Attention(table.kernel, batch, seq, heads, head_dim, forward, backward)
+            for table in profile.attention
+            for batch, seq, heads, _, head_dim, forward, backward in table.points
+        ),
+        hbm_bytes_per_s=max((size / seconds for size, seconds in profile.memory), default=known.hbm_bytes_per_s),
+        nvlink_all_reduce=MappingProxyType({**known.nvlink_all_reduce, **_inside(profile, "all_reduce")}),
+        # One curve stands for both halves of an all-reduce: the mean of what was measured of them.
+        nvlink_gather=MappingProxyType(
+            {**known.nvlink_gather, **scatters, **gathers}
+            | {ranks: _mean(gathers[ranks], scatters[ranks]) for ranks in gathers.keys() & scatters.keys()}
+        ),
+        nvlink_send=Curve(*zip(*sends[0], strict=True)) if sends else known.nvlink_send,
+        nic_efficiency=across if across is not None else known.nic_efficiency,
+    )
+
+
+def _inside(profile: Profile, kind: Collective, span: Span = "node") -> dict[int, Curve]:
+    return {
+        curve.ranks: Curve(*zip(*curve.points, strict=True))
+        for curve in profile.collectives
+        if (curve.kind, curve.span) == (kind, span)
+    }
+
+
+def _mean(one: Curve, other: Curve) -> Curve:
+    """Half way between two curves, at the sizes of the first."""
+    pairs = zip(one.bytes, one.seconds, strict=True)
+    return Curve(one.bytes, tuple((seconds + other(size)) / 2 for size, seconds in pairs))
+
+
+def _across(profile: Profile, gpu: Gpu) -> float | None:
+    """The share of a network port that the largest message between nodes reached."""
+    points = [curve.points[-1] for curve in profile.point_to_point if curve.span == "cluster"]
+    if not points or not gpu.nic_bandwidth:
+        return None
+    return max(size / seconds for size, seconds in points) / gpu.nic_bandwidth
+
+
+def _carried_over(measured: Machine, own: Gpu, gpu: Gpu, cluster: Cluster) -> Machine:
+    link = (own.nvlink_bandwidth or own.pcie_bandwidth) / (gpu.nvlink_bandwidth or gpu.pcie_bandwidth)
+    return replace(
+        measured,
+        name=gpu.name,
+        peak_bf16=gpu.peak_flops,
+        peak_fp8=gpu.peak_fp8_flops or None,
+        sms=gpu.num_sms,
+        hbm_bytes_per_s=measured.hbm_bytes_per_s * gpu.memory_bandwidth / own.memory_bandwidth,
+        nvlink_all_reduce=MappingProxyType({n: curve.times(link) for n, curve in measured.nvlink_all_reduce.items()}),
+        nvlink_gather=MappingProxyType({n: curve.times(link) for n, curve in measured.nvlink_gather.items()}),
+        nvlink_send=measured.nvlink_send.times(link) if measured.nvlink_send is not None else None,
+        nic_bytes_per_s=gpu.nic_bandwidth * cluster.num_rails / cluster.gpus_per_node,
+        # Products and kernels of another card say nothing of this one's shapes.
+        matmuls=(),
+        attentions=(),
+    )
