@@ -84,3 +84,12 @@ def test_all_is_one_rank_of_every_stage(capsys: pytest.CaptureFixture[str]) -> N
     for rank in json.loads(capsys.readouterr().out)["ranks"]:
         # Roundings differ: a shard may begin between weights that are decayed and weights that are not.
         assert rank["peak_gib"] == pytest.approx(every[rank["stage"]]["peak_gib"], rel=1e-3)
+
+
+def test_on_gpu_without_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU, --on-gpu is an input error; so is a rank outside the grid."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert code_of("--on-gpu", "--rank", "0") == 2
+    assert "--on-gpu: needs a GPU" in capsys.readouterr().err
+    assert code_of("--on-gpu", "--rank", "8") == 2
+    assert "--rank = 8: is outside the grid" in capsys.readouterr().err

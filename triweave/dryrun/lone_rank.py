@@ -95,8 +95,14 @@ class LoneGroup(dist.ProcessGroup):
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> dist.Work:
         """Put this rank's part in every rank's place."""
+        places = out.view(self._size, -1)
         with torch.no_grad():
-            out.view(self._size, -1).copy_(x.reshape(1, -1))
+            if x.untyped_storage()._cdata != out.untyped_storage()._cdata:
+                places.copy_(x.reshape(1, -1))
+            elif not out.is_meta:
+                # The part lies in its place already, and torch refuses to copy a tensor over itself.
+                for place in (*places[: self._rank], *places[self._rank + 1 :]):
+                    place.copy_(x.reshape(-1))
         return Done()
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> dist.Work:
