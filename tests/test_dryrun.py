@@ -198,3 +198,10 @@ def test_reserved_covers_what_is_allocated() -> None:
     found = rank_memory(resolved(Layout(tp=2), 2), 0)
     assert found.peak_bytes <= found.reserved_bytes <= found.peak_bytes + 100 * MIB
     assert found.used_bytes > found.reserved_bytes
+
+
+def test_placeholders_of_the_model_take_nothing() -> None:
+    """Modules are built on meta before they get their weights: that is no memory, however much is shared out."""
+    found = rank_memory(resolved(Layout(dp=8, shard="full", recompute=("layer",)), 1, seq_len=32), 0)
+    assert found.at != "building the model"
+    assert found.peak_bytes - found.components["workspace"] < 4 * SPEC.num_parameters

@@ -99,8 +99,8 @@ def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True) ->
 def enough_micro_batches(layout: Layout, pp_rank: int, num_micro_batches: int, launches: int) -> int:
     """The fewest micro-batches with which a pipeline rank meets every moment that it meets with all of them.
 
-    More are run on top: one round of the pipeline, so that what precedes and follows each moment is there too (a
-    message on its way, a buffer that waits for the next one), and as many as the host can be ahead of the GPU.
+    More are run on top: two, so that what precedes and follows each moment is there too (a message on its way, a
+    buffer that waits for the next one), and as many as the host can be ahead of the GPU.
 
     Args:
         layout: the grid.
@@ -113,10 +113,11 @@ def enough_micro_batches(layout: Layout, pp_rank: int, num_micro_batches: int, l
         return frozenset(worst_moments(layout.schedule, layout.pp, layout.vpp, count, pp_rank))
 
     wanted = moments(num_micro_batches)
-    rounds = range(layout.pp, num_micro_batches, layout.pp)
-    enough = next((count for count in rounds if moments(count) == wanted), num_micro_batches)
+    step = layout.pp if layout.schedule == "interleaved" else 1
+    fewer = range(layout.pp, num_micro_batches, step)
+    enough = next((count for count in fewer if moments(count) == wanted), num_micro_batches)
     ahead = ceil(LAUNCH_QUEUE / launches) if layout.pp > 1 else 0
-    return min(enough + layout.pp * (1 + ceil(ahead / layout.pp)), num_micro_batches)
+    return min(enough + step * ceil((2 + ahead) / step), num_micro_batches)
 
 
 def adopt_weights(units: list[Unit]) -> None:

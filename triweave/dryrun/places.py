@@ -25,9 +25,10 @@ class Places:
 
     def __call__(self) -> tuple[str, str] | None:
         """Component of what is made now, and where that is; None for a module's placeholders, which take nothing."""
-        if self.building and torch.get_default_device().type == "meta":
-            return None
         file, function = caller()
+        # What modules make before they get their weights are placeholders, which take nothing.
+        if self.building and (file == "llama.py" or file.startswith("layers/")):
+            return None
         node: Any = None if self.path else torch._C._current_autograd_node()
         module = self.path[-1] if self.path else "" if node is None else node.metadata.get(_KEY, "")
         component = component_of(file, module, in_autograd=node is not None)
