@@ -2,6 +2,7 @@
 
     python bench/check_planner.py                 # 60 drawn configurations; writes bench/results/check_planner.md
     python bench/check_planner.py --draws 6       # a rehearsal
+    python bench/check_planner.py --smoke         # the check against the peaks of bench/smoke.py, printed
 
 Drawn: model, TP, PP, DP, virtual stages, schedule, shard level, micro-batch, sequence, recompute, sequence parallel,
 and the rank. Models are cut to four layers a virtual stage: a layer more adds the same to both sides.
@@ -19,12 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import smoke
 import torch
 from speed import LAYOUTS, cases
 
 from triweave.catalogue import find_model
 from triweave.config.schema import DataConfig, ModelConfig, Run, TrainConfig
-from triweave.config.validate import ResolvedRun
+from triweave.config.validate import ResolvedRun, layout_of
 from triweave.dryrun.memory import rank_memory
 from triweave.errors import InputError
 from triweave.layout import Coordinates, Layout, even_layers
@@ -33,6 +35,7 @@ from triweave.planner.memory import predict_memory
 from triweave.rules import layout_problems
 
 RESULTS = Path(__file__).parent / "results"
+SMOKE = RESULTS / "2026-11-30-smoke-2xh200.json"
 MEASURED = RESULTS / "2026-11-30-speed-2xh200.json"
 GIB = 2**30
 
@@ -143,6 +146,18 @@ def against_measured() -> list[dict[str, Any]]:
     return rows
 
 
+def print_smoke() -> None:
+    """The check against rank 0's peaks of bench/smoke.py on two H200: packed documents, float32 and bf16."""
+    spec = ModelSpec(1001, 2048, 5632, 8, 16, 8, 128, max_position_embeddings=4096)
+    for row in json.loads(SMOKE.read_text())["rows"]:
+        run = smoke.run_for(Path(), Path(), Path(), smoke.LAYOUTS[row["layout"]], row["dtype"], small=False)
+        layout = layout_of(run.layout, 2)
+        layout = replace(layout, layers=even_layers(spec.num_hidden_layers, layout.num_stages))
+        resolved = ResolvedRun(run, spec, layout, None, layout.micro_batches(run.train.global_batch), 2)
+        peak = rank_memory(resolved, 0).peak_bytes / GIB
+        print(f"{row['dtype']} {row['layout']}: {row['peak_gib']:.3f} {peak:.3f} {peak / row['peak_gib'] - 1:+.2%}")
+
+
 def summary(rows: list[dict[str, Any]], key: str = "off") -> str:
     """Mean and worst error."""
     errors = [row[key] for row in rows]
@@ -155,7 +170,11 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "check_planner.md")
+    parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
+    if options.smoke:
+        print_smoke()
+        return 0
     begin = time.monotonic()
     drawn, real = against_planner(options.draws, options.seed), against_measured()
     command = f"python bench/check_planner.py --draws {options.draws} --seed {options.seed}"
