@@ -364,7 +364,8 @@ def test_the_story_comes_out_of_one_command(plan: Answer) -> None:
         r"FSDP over all 32 GPUs: OUT OF MEMORY at the backward of .*?: ([\d.]+) GiB of 79.1, ([\d.]+) too", told
     )
     again = re.search(r"FSDP with whole layers recomputed: fits with ([\d.]+) GiB of 79.1", told)
-    assert plain is not None and again is not None
+    assert plain is not None
+    assert again is not None
     assert float(plain[1]) - 79.1 == pytest.approx(float(plain[2]), abs=0.11)
     assert float(again[1]) < 0.6 * float(plain[1])
     assert "tensor and sequence parallel 8 inside nodes x pipeline parallel 4 across them: fits with" in told

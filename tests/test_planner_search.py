@@ -271,7 +271,7 @@ def test_finds_the_grid_of_a_published_recipe() -> None:
 
 def test_shard_groups_pay_across_many_nodes() -> None:
     """Sharing inside a node is faster than among all of 256 GPUs where computing hides less, and takes more memory."""
-    request = make_request("llama-3.1-8b", "32x8xh100-80gb", 2048, 2048)
+    request = make_request("llama-3.1-8b", "32x8xh100-80gb", 512, 2048)
     whole = Layout(dp=256, shard="full", recompute=("layer",), layers=(32,))
     inside = replace(whole, shard_group=8)
     assert time_of(request, inside).step_s < time_of(request, whole).step_s

@@ -70,6 +70,8 @@ class Pipeline:
         self.dtype = dtype
         self.begin = begin
         self.end_backward = end_backward
+        self.before_action: Callable[[Action | None], None] = lambda action: None
+        """Told of each action before it computes, and of None after the last one: for who measures."""
 
     def train(self, schedule: PipelineSchedule, inputs: Sequence[StageInput], loss: Loss, loss_scale: float) -> Tensor:
         """Forward and backward of every micro-batch; gradients of `loss_scale x loss` are added to the sums.
@@ -119,7 +121,10 @@ class _Execution:
         for action, message, following in zip(actions, messages, [*messages[1:], None], strict=True):
             # The next message travels while this action computes.
             self.expect(following)
-            self.do(action, self.take(message))
+            received = self.take(message)
+            self.pipeline.before_action(action)
+            self.do(action, received)
+        self.pipeline.before_action(None)
         for _, work in self.outgoing:
             work.wait()
         return self.total

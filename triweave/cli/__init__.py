@@ -17,13 +17,14 @@ VERBS = {
     "train": "Train what a run file describes.",
     "verify": "Prove that a layout computes what one process computes.",
     "plan": "Rank every legal layout of a model on a cluster: memory of each stage, step time, MFU, and why.",
+    "check": "Run the real step of any rank with no GPU: peak memory, by component, and where it peaks.",
     "predict": "Predict runs that somebody else measured: step time, tokens per second and memory.",
     "data": "Show what a run file's data becomes: counts, lengths, and which tokens are trained.",
     "schema": "Print the JSON schema of run files, for editors.",
 }
 """One line each; the verb's own file holds the rest of its help."""
 
-OF_A_RUN_FILE = ("train", "verify", "data")
+OF_A_RUN_FILE = ("train", "verify", "check", "data")
 """Verbs whose options may be followed by keys of the run file that they read."""
 
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from triweave.catalogue import find_model
 from triweave.cluster import Cluster
 from triweave.config.cluster_file import cluster_of
 from triweave.config.files import file_problems, neighbour
@@ -32,7 +33,9 @@ class ResolvedRun:
     gpus_per_node: int
 
 
-def validate(run: Run, *, world_size: int | None = None, gpus_per_node: int | None = None) -> ResolvedRun:
+def validate(
+    run: Run, *, world_size: int | None = None, gpus_per_node: int | None = None, dry: bool = False
+) -> ResolvedRun:
     """Check everything about a run that can be checked before it starts.
 
     Args:
@@ -40,14 +43,16 @@ def validate(run: Run, *, world_size: int | None = None, gpus_per_node: int | No
         world_size: Ranks that were started; None before there are any. Then they are the cluster's, or as many as
             the layout says.
         gpus_per_node: Ranks of a node; None takes the cluster's, or one node of all ranks.
+        dry: The run is not to start here: its data and weights need not be there, and a model of the catalogue will do.
 
     Raises:
         InputError: with every problem that was found.
     """
     problems = value_problems(run)
     cluster = _cluster(run, world_size, problems)
-    spec = _spec(run, problems)
-    problems += file_problems(run)
+    spec = _spec(run, problems, dry=dry)
+    if not dry:
+        problems += file_problems(run)
 
     ranks = world_size if world_size is not None else cluster.world_size if cluster else None
     layout = layout_of(run.layout, ranks)
@@ -90,9 +95,15 @@ def _cluster(run: Run, world_size: int | None, problems: list[Problem]) -> Clust
     return cluster
 
 
-def _spec(run: Run, problems: list[Problem]) -> ModelSpec | None:
+def _spec(run: Run, problems: list[Problem], *, dry: bool) -> ModelSpec | None:
     folder = Path(run.model.path)
     if not os.path.exists(folder):
+        if dry:
+            try:
+                return find_model(run.model.path)
+            except InputError as error:
+                problems.extend(replace(problem, key="model.path") for problem in error.problems)
+                return None
         problems.append(Problem("model.path", run.model.path, "does not exist", neighbour(folder)))
         return None
     try:
@@ -103,7 +114,7 @@ def _spec(run: Run, problems: list[Problem]) -> ModelSpec | None:
     except OSError as error:
         problems.append(Problem("model.path", folder, f"cannot be read ({error.strerror})"))
         return None
-    if run.model.weights == "load":
+    if run.model.weights == "load" and not dry:
         problems.extend(weight_problems(folder, spec))
     return spec
 

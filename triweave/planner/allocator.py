@@ -5,6 +5,9 @@ of up to 1 MiB come from segments of 2 MiB, others from segments of 20 MiB or, f
 rounded to 2 MiB; the smallest free block that is large enough is taken, and split if more than 512 bytes (small)
 or 1 MiB (large) would be left; neighbours are joined when both are free. When the card is full, whole free segments
 are given back and the request is tried once more.
+
+With expandable segments a pool is one segment that grows at its end, by pages of 2 MiB (small) or 20 MiB (large), and
+every block is split.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ class CachingAllocator:
     """Serves requests from a card of `capacity` bytes."""
 
     capacity: int
+    expandable: bool = False
+    """PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
     reserved: int = 0
     """Bytes taken from the driver now."""
     peak_reserved: int = 0
@@ -48,6 +53,7 @@ class CachingAllocator:
     _free: dict[bool, list[tuple[int, int, MemoryBlock]]] = field(default_factory=lambda: {True: [], False: []})
     _held_back: list[MemoryBlock] = field(default_factory=list)
     _count: int = 0
+    _ends: dict[bool, MemoryBlock] = field(default_factory=dict)
 
     def allocate(self, size: int) -> MemoryBlock:
         """Serve `size` bytes.
@@ -57,14 +63,16 @@ class CachingAllocator:
         """
         size = -(-size // _ROUNDING) * _ROUNDING
         small = size <= _SMALL_LIMIT
-        block = self._take(size, small) or self._grow(size, small)
+        block = self._take(size, small) or (self._extend if self.expandable else self._grow)(size, small)
         left = block.size - size
-        if left >= _ROUNDING if small else left > MIB:
+        if left >= _ROUNDING if small or self.expandable else left > MIB:
             self._count += 1
             rest = MemoryBlock(left, self._count, small, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
             block.after, block.size = rest, size
+            if self._ends.get(small) is block:
+                self._ends[small] = rest
             self._give(rest)
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -92,6 +100,7 @@ class CachingAllocator:
             self._withdraw(other)
             other.size += block.size
             other.after = block.after
+            self._move_end(block, other)
             block = other
             if block.after is not None:
                 block.after.before = block
@@ -100,6 +109,7 @@ class CachingAllocator:
             self._withdraw(other)
             block.size += other.size
             block.after = other.after
+            self._move_end(other, block)
             if block.after is not None:
                 block.after.before = block
         self._give(block)
@@ -122,10 +132,36 @@ class CachingAllocator:
             self._give_back()
             if self.reserved + segment > self.capacity:
                 raise OutOfMemory
-        self.reserved += segment
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._reserve(segment)
         self._count += 1
         return MemoryBlock(segment, self._count, small)
+
+    def _extend(self, size: int, small: bool) -> MemoryBlock:
+        end = self._ends.get(small)
+        free = end.size if end is not None and end.free else 0
+        page = _SMALL_SEGMENT if small else _MEDIUM_SEGMENT
+        added = -(-(size - free) // page) * page
+        if self.reserved + added > self.capacity:
+            raise OutOfMemory
+        self._reserve(added)
+        if end is not None and free:
+            self._withdraw(end)
+            end.size += added
+            return end
+        self._count += 1
+        block = MemoryBlock(added, self._count, small, before=end)
+        if end is not None:
+            end.after = block
+        self._ends[small] = block
+        return block
+
+    def _reserve(self, added: int) -> None:
+        self.reserved += added
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _move_end(self, gone: MemoryBlock, into: MemoryBlock) -> None:
+        if self._ends.get(gone.small) is gone:
+            self._ends[gone.small] = into
 
     def _give_back(self) -> None:
         """Return segments that nobody uses any part of."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -47,8 +47,13 @@ class Engine:
     optimizer: ShardedAdamW
 
 
-def build_engine(resolved: ResolvedRun, device: torch.device) -> Engine:
-    """Build this rank's part of the run, with its first weights in place. All ranks call it together."""
+def build_engine(
+    resolved: ResolvedRun, device: torch.device, fill: Callable[[list[Unit]], None] | None = None
+) -> Engine:
+    """Build this rank's part of the run, with its first weights in place. All ranks call it together.
+
+    `fill` gives the units their first weights where they are not to be those that the run file names.
+    """
     run, spec, layout = resolved.run, resolved.spec, resolved.layout
     schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, resolved.num_micro_batches)
     groups = make_groups(layout, spec, channels(schedule), device, run.runtime.timeout_s)
@@ -66,7 +71,9 @@ def build_engine(resolved: ResolvedRun, device: torch.device) -> Engine:
     tp = TensorParallel(groups.tp, sequence_parallel, WeightGradients(), transport)
 
     stages, units = build_stages(spec, layout, groups, tp, kernel, dtype)
-    if run.model.weights == "load":
+    if fill is not None:
+        fill(units)
+    elif run.model.weights == "load":
         load_weights(units, Path(run.model.path), spec)
     else:
         draw_weights(units, spec, run.seed)

@@ -1,0 +1,1 @@
+"""One rank of any layout without the others: its memory with no GPU, its computation on one."""

@@ -1,0 +1,163 @@
+"""A GPU that is not there: tensors on the meta device take the ways through the code that they would take on a GPU.
+
+A tensor that says `cuda` aborts a CPU build of torch as soon as autograd sees it, so the tensors stay on `meta` and
+only the answers to the code's questions change: `is_cuda`, and which kernels compute attention and norms,
+where the kernel of a GPU keeps other tensors than the operations that replace it elsewhere. Why: docs/decisions/0008.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+META = torch.device("meta")
+CUDA = torch.device("cuda")
+
+_IS_CUDA = vars(torch.Tensor.__base__)["is_cuda"].__get__
+_DEVICE = vars(torch.Tensor.__base__)["device"].__get__
+_READS = {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__bool__: True}
+"""What the numbers of a tensor without numbers are taken to be."""
+
+
+class Card(TorchFunctionMode):
+    """Inside, the meta device is a GPU to the code that asks."""
+
+    def __init__(self, attention: str, handed_out: Callable[[torch.UntypedStorage], None]) -> None:
+        """Be the GPU of a run.
+
+        Args:
+            attention: the run file's `model.attention`.
+            handed_out: told of every storage that the code asks for: it may resize it, which no operation shows.
+        """
+        super().__init__()
+        self.attention = attention
+        self.handed_out = handed_out
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer for the GPU, or let the call through."""
+        kwargs = kwargs or {}
+        if func is torch.autograd.backward:
+            # From torch 2.13 on this call would take the mode off while backward runs.
+            with self:
+                return _run_backward(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], Tensor) and args[0].is_meta else None
+        if first is None:
+            return func(*args, **_on_meta(kwargs))
+        if func == _IS_CUDA:
+            return True
+        if func == _DEVICE and _asked_by_optimizer():
+            return CUDA
+        if func in _READS:
+            return _READS[func]
+        if func is Tensor.data_ptr:
+            return first.untyped_storage()._cdata + first.storage_offset() * first.element_size()
+        if func is Tensor.untyped_storage:
+            storage = first.untyped_storage()
+            self.handed_out(storage)
+            return storage
+        if func is functional.scaled_dot_product_attention:
+            return attend(self.attention, *args, **kwargs)
+        if func is functional.rms_norm:
+            return FusedRMSNorm.apply(first, kwargs.get("weight", args[2] if len(args) > 2 else None))
+        return func(*[META if _is_cuda_device(arg) else arg for arg in args], **_on_meta(kwargs))
+
+
+def _is_cuda_device(value: object) -> bool:
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def _asked_by_optimizer() -> bool:
+    """Whether torch.optim asks for a tensor's device: it refuses `fused=True` on meta, where its kernel works."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torch.optim")
+
+
+def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with the GPU's name replaced."""
+    return {key: META if _is_cuda_device(value) else value for key, value in kwargs.items()}
+
+
+def _run_backward(
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False
+) -> None:
+    """`torch.autograd.backward` below the layer that asks for modes; gradients are given, as the pipeline does."""
+    _engine_run_backward(
+        tensors,
+        grad_tensors,
+        retain_graph if retain_graph is not None else create_graph,
+        create_graph,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def attend(
+    wanted: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` by the kernel that a GPU would choose (`sdp_utils.cpp`), with all that it keeps.
+
+    Args:
+        wanted: `model.attention`; `auto` takes the first kernel that accepts the inputs.
+        q: `[batch, heads, seq, head_dim]`.
+        k: `[batch, kv_heads, seq, head_dim]`.
+        v: as `k`.
+        attn_mask: which positions see which.
+        dropout_p: share of the probabilities that is dropped.
+        is_causal: whether a position sees only what is before it.
+        scale: factor of the scores.
+        enable_gqa: whether there are fewer key/value heads than heads.
+
+    Returns:
+        As `q`.
+    """
+    aten = torch.ops.aten
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if half and wanted in ("auto", "cudnn") and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0:
+        out = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, attn_mask, keeps, dropout_p, is_causal, False, scale=scale
+        )
+    elif half and wanted in ("auto", "flash") and attn_mask is None:
+        out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
+    elif wanted in ("auto", "efficient") and not enable_gqa:
+        out = aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, keeps, dropout_p, is_causal, scale=scale)
+    else:
+        out = aten._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )
+    attended: Tensor = out[0]
+    return attended
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """What `aten._fused_rms_norm` allocates; on the meta device torch would decompose it into float32 operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        """One float32 a row is kept beside the input."""
+        rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=META)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the input and the weight."""
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)

@@ -1,0 +1,58 @@
+"""What a tensor is for, told from where in the trainer it was made."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+
+import triweave
+
+PACKAGE = str(Path(triweave.__file__).parent)
+_NOT_THE_TRAINER = ("dryrun/", "cli/")
+
+WEIGHTS, MASTER_WEIGHTS, GRADIENTS, MOMENTS = "weights", "master weights", "gradients", "optimizer moments"
+ACTIVATIONS, LOSS, MESSAGES, COLLECTIVES = "activations", "logits and loss", "message buffers", "collective buffers"
+BATCH, WORKSPACE, OTHER = "batch", "workspace", "other"
+
+_OF_FILE = {
+    "sharding.py": GRADIENTS,
+    "gradients.py": GRADIENTS,
+    "pipeline.py": MESSAGES,
+    "collectives.py": COLLECTIVES,
+    "llama.py": ACTIVATIONS,
+    "recompute.py": ACTIVATIONS,
+    "layers/cross_entropy.py": LOSS,
+    "training/optimizer.py": MOMENTS,
+    "training/step.py": OTHER,
+    "": BATCH,
+}
+
+
+def caller() -> tuple[str, str]:
+    """The file of the trainer, relative to the package, that runs now, and its function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(PACKAGE):
+            file = path[len(PACKAGE) + 1 :].replace(os.sep, "/")
+            if not file.startswith(_NOT_THE_TRAINER):
+                return file, frame.f_code.co_name
+        frame = frame.f_back
+    return "", ""
+
+
+def component_of(file: str, module: str, *, in_autograd: bool) -> str:
+    """The component of what is made by `file` while `module` computes.
+
+    Args:
+        file: of the trainer, relative to the package.
+        module: path of the module whose forward or backward runs; empty outside of modules.
+        in_autograd: whether an operation's own backward runs, which no file of the trainer holds.
+    """
+    if module.startswith("lm_head") and file != "collectives.py":
+        return LOSS
+    if file == "pipeline.py" and in_autograd:
+        return ACTIVATIONS
+    return _OF_FILE.get(file, ACTIVATIONS if file.startswith("layers/") else OTHER)

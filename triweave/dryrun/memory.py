@@ -1,0 +1,140 @@
+"""The memory of one rank's step: the trainer's own code, on a card and among ranks that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+
+from triweave.config.validate import ResolvedRun
+from triweave.dryrun import components
+from triweave.dryrun.allocations import Allocations
+from triweave.dryrun.batch import make_batch
+from triweave.dryrun.card import META, Card
+from triweave.dryrun.lone_rank import LAUNCH_QUEUE, LoneGroup, lone_rank
+from triweave.dryrun.places import Places
+from triweave.groups import Groups
+from triweave.layout import Layout
+from triweave.planner.allocator import CachingAllocator
+from triweave.planner.assumptions import OURS
+from triweave.planner.memory_moments import Moment, worst_moments
+from triweave.schedule.build import build_schedule
+from triweave.sharding import Unit
+from triweave.training.engine import Engine, build_engine
+from triweave.training.step import train_step
+
+_BOUNDLESS = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What one rank takes of its card. Bytes."""
+
+    rank: int
+    stages: tuple[int, ...]
+    """Virtual stages of the rank."""
+    peak_bytes: int
+    """The most that tensors take at once: `torch.cuda.max_memory_allocated()`."""
+    reserved_bytes: int
+    """What the caching allocator takes from the driver for them, with expandable segments."""
+    context_bytes: int
+    nccl_bytes: int
+    components: Mapping[str, int]
+    """The parts of the peak by name; they add up to it."""
+    at: str
+    """The moment of the peak: the schedule's action and the module."""
+    micro_batches: int
+    """Micro-batches that were run; more only repeat the steady state."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What the card reports as used."""
+        return self.reserved_bytes + self.context_bytes + self.nccl_bytes
+
+
+def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True) -> RankMemory:
+    """Play rank `rank` of a run for two steps and follow every allocation; needs no GPU and no other rank.
+
+    Args:
+        resolved: the run.
+        rank: of its grid.
+        expandable: whether the allocator runs with `expandable_segments:True`.
+    """
+    layout = resolved.layout
+    places = Places()
+    allocator = CachingAllocator(_BOUNDLESS, expandable)
+    memory = Allocations(places, allocator)
+    with lone_rank(rank, layout.world_size), memory, Card(resolved.run.model.attention, memory.handed_out):
+        engine = build_engine(replace(resolved, num_micro_batches=layout.pp), META, adopt_weights)
+        name_states(memory, engine)
+        memory.add(OURS.workspace_bytes, components.WORKSPACE)
+        places.begin(engine)
+        for channel in engine.groups.channels.values():
+            if isinstance(channel.handle, LoneGroup):
+                channel.handle.launches = lambda: memory.launches
+        # A step loads all its micro-batches, also those that need not be run here.
+        batch = make_batch(resolved, META)
+        rates = resolved.run.optimizer.learning_rate, resolved.run.optimizer.max_grad_norm
+        # The optimizer's moments are made at the end of the first step, so the second one is the fuller.
+        before = memory.launches
+        train_step(engine, batch, *rates)
+        launches = (memory.launches - before) // layout.pp
+        count = enough_micro_batches(layout, engine.groups.at.pp, resolved.num_micro_batches, launches)
+        schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, count)
+        train_step(replace(engine, schedule=schedule), batch, *rates)
+    gpu = resolved.cluster.gpu if resolved.cluster else None
+    return RankMemory(
+        rank=rank,
+        stages=layout.stages_of(engine.groups.at.pp),
+        peak_bytes=memory.peak.size,
+        reserved_bytes=allocator.peak_reserved,
+        context_bytes=gpu.context_bytes if gpu and gpu.usable_bytes else OURS.context_bytes,
+        nccl_bytes=nccl_bytes(engine.groups),
+        components={name: size for name, size in memory.peak.components.items() if size},
+        at=memory.peak.at,
+        micro_batches=count,
+    )
+
+
+def enough_micro_batches(layout: Layout, pp_rank: int, num_micro_batches: int, launches: int) -> int:
+    """The fewest micro-batches with which a pipeline rank meets every moment that it meets with all of them.
+
+    More are run on top: two, so that what precedes and follows each moment is there too (a message on its way, a
+    buffer that waits for the next one), and as many as the host can be ahead of the GPU.
+
+    Args:
+        layout: the grid.
+        pp_rank: the pipeline rank.
+        num_micro_batches: of the whole step.
+        launches: kernels of one micro-batch on this rank.
+    """
+
+    def moments(count: int) -> frozenset[Moment]:
+        return frozenset(worst_moments(layout.schedule, layout.pp, layout.vpp, count, pp_rank))
+
+    wanted = moments(num_micro_batches)
+    step = layout.pp if layout.schedule == "interleaved" else 1
+    fewer = range(layout.pp, num_micro_batches, step)
+    enough = next((count for count in fewer if moments(count) == wanted), num_micro_batches)
+    ahead = ceil(LAUNCH_QUEUE / launches) if layout.pp > 1 else 0
+    return min(enough + step * ceil((2 + ahead) / step), num_micro_batches)
+
+
+def adopt_weights(units: list[Unit]) -> None:
+    """Take the units' weights as they are: there are no numbers to give them."""
+    for unit in units:
+        unit.adopt_weights()
+
+
+def name_states(memory: Allocations, engine: Engine) -> None:
+    """Tell weights from master weights and gradient sums, which one file makes."""
+    for unit in engine.sharding.units:
+        memory.name(unit.gradient, components.GRADIENTS)
+        memory.name(unit.master, components.MASTER_WEIGHTS)
+        memory.name(unit.weight, components.WEIGHTS)
+
+
+def nccl_bytes(groups: Groups) -> int:
+    """What NCCL takes for this rank's communicators."""
+    shared = sum(group.size > 1 for group in (groups.world, groups.tp, groups.dp, groups.kv, groups.tied))
+    return shared * OURS.nccl_bytes_per_group + len(groups.channels) * OURS.nccl_bytes_per_channel
