@@ -18,6 +18,7 @@ from operator import mul
 
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
+from triweave.overlap import exchange_bytes
 from triweave.parameters import has_tied_copy, holds_head
 from triweave.planner.assumptions import OURS, Assumptions
 from triweave.planner.memory_moments import Moment, worst_moments
@@ -145,7 +146,7 @@ def _rank_memory(
         components += components_of(peak, _held(best, stages, tapes))
         at = f"{peak.where} of stage {best.stage}, {_others(best)} in flight"
         allocated = base + best_bytes
-    return _with_surroundings(rank, allocated, components, at, spec, layout, a)
+    return _with_surroundings(rank, allocated, components, at, spec, layout, s, a)
 
 
 def standing_bytes(
@@ -205,9 +206,10 @@ def _with_surroundings(
     at: str,
     spec: ModelSpec,
     layout: Layout,
+    s: Sizes,
     a: Assumptions,
 ) -> StageMemory:
-    """Add what the allocator, the driver and NCCL take."""
+    """Add what the allocator, the driver, NCCL and the copy engines' exchange take."""
     slack = int(allocated * a.fragmentation_share)
     groups = sum(layout.size(axis) > 1 for axis in ("tp", "cp", "dp")) + (layout.world_size > 1)
     channels = 2 * (layout.pp > 1) * (1 if rank in (0, layout.pp - 1) else 2) + has_tied_copy(spec, layout)
@@ -216,6 +218,9 @@ def _with_surroundings(
         "CUDA context": a.context_bytes,
         "NCCL": groups * a.nccl_bytes_per_group + channels * a.nccl_bytes_per_channel,
     }
+    if a.bookkeeping == "ours" and layout.tp > 1 and s.sequence_parallel:
+        # Symmetric memory comes from the driver and not from the caching allocator.
+        beside["exchange of slices"] = exchange_bytes(layout.tp, s.slice)
     parts = {name: size for name, size in (components + Counter(beside)).items() if size}
     return StageMemory(
         pp_rank=rank,
