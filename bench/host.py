@@ -39,6 +39,9 @@ MODELS = {
 }
 
 
+NAMES = ("tp2", "pp2 1f1b", "pp2 zero-bubble", "dp2 optimizer", "dp2 full")
+
+
 @dataclass(frozen=True)
 class Job:
     """A model's layers on a layout."""
@@ -62,11 +65,11 @@ class Job:
 
 
 def jobs(world: int, only: str, small: bool) -> Iterator[Job]:
-    layouts = {"one GPU": Layout()} if world == 1 else LAYOUTS
+    layouts = {"one GPU": Layout()} if world == 1 else {name: LAYOUTS[name] for name in NAMES}
     for model, (of_model, batch) in MODELS.items():
         layers = 4 if small else of_model
         for name, layout in layouts.items():
-            if only in name:
+            if only in f"{model}, {name}":
                 yield Job(model, name, layers, batch, replace(layout, layers=even_layers(layers, layout.num_stages)))
         if small:
             return
@@ -95,7 +98,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("host.json"))
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--only", default="", help="layouts whose name holds this")
+    parser.add_argument("--only", default="", help="rows whose model and layout, 'model, layout', hold this")
     parser.add_argument("--speed", type=Path, help="what bench/speed.py wrote: steps of the real models")
     options = parser.parse_args()
     options.out.write_text("[]")

@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,10 @@ def right(bench: Bench, overlapped: Transport) -> None:
     plain, first = results(Collectives(bench.group, True)), results(overlapped)
     errors = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(first, plain, strict=True)]
     bench.add(section="right", what="worst relative error against collectives", value=bench.worst(max(errors)))
+    if isinstance(overlapped, CopyEngines):
+        uncut = replace(overlapped, piece_s=1.0)
+        same = all(torch.equal(a, b) for a, b in zip(results(uncut), plain, strict=True))
+        bench.add(section="right", what="products that are not cut equal collectives bit for bit", value=same)
     del plain
     different = 0
     for repeat in range(REPEATS):

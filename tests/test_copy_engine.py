@@ -5,6 +5,7 @@ The transport and the layers are those that run on GPUs; only streams and flags 
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -185,6 +186,13 @@ def test_missing_wait_of_copies_is_seen(waits: str) -> None:
     else:
         with patch.object(CopyEngines, "taken", property(lambda _: None, lambda *_: None)):
             assert fails()
+
+
+def test_memory_operations_lie_as_the_driver_reads_them() -> None:
+    """Places of the fields are those of CUstreamBatchMemOpParams in cuda.h (12.8): a union of 6 x 64 bits."""
+    fields = (MemoryOperation.address, MemoryOperation.value, MemoryOperation.flags, MemoryOperation.alias)
+    assert [field.offset for field in fields] == [8, 16, 24, 32]
+    assert ctypes.sizeof(MemoryOperation) == 48
 
 
 def test_slice_larger_than_its_room_is_refused() -> None:

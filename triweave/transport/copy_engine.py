@@ -99,7 +99,7 @@ class CopyEngines:
         """Types: shard(0) -> replicate. See `Transport`."""
         group, stream, flags = self.group, self.stream, self.flags
         x = x.contiguous()
-        size = self.fitting(x)
+        size = self.fitting(x.nbytes)
         order = self.pieces(x.shape[0] * x.shape[1], x.shape[2], other)
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
         source, to = x.data_ptr(), out.data_ptr()
@@ -140,12 +140,12 @@ class CopyEngines:
             self.cuts[key] = pieces(size, rank, slice_tokens) if cut else (range(size),)
         return self.cuts[key]
 
-    def fitting(self, x: Tensor) -> int:
-        """Bytes of a slice, if it fits its room."""
-        size, room = x.nbytes, self.received[0].numel()
-        if size > room:
-            raise ValueError(f"a slice of {size} bytes is larger than its room of {room}")
-        return size
+    def fitting(self, slice_bytes: int) -> int:
+        """The size of a slice that fits its room."""
+        room = self.received[0].numel()
+        if slice_bytes > room:
+            raise ValueError(f"a slice of {slice_bytes} bytes is larger than its room of {room}")
+        return slice_bytes
 
     def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """An event when `stream` has come so far. Made once and used again: whoever waits refers to that record."""
@@ -216,8 +216,7 @@ class CopyScattering:
         if not leaving:
             return
         transport.follow(torch.cuda.current_stream())
-        rows = part.shape[0] // len(piece)
-        size = transport.fitting(part[:rows])
+        size = transport.fitting(part.nbytes // len(piece))
         source, handle = part.data_ptr(), transport.stream.cuda_stream
         for peer in leaving:
             flags.copy(transport.places[peer], source + (peer - piece.start) * size, size, handle)
