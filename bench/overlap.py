@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import random
-import statistics
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring import DTYPE, Bench, Watchdog
 from stand_ins import Alone, HeldUp
 from torch import Tensor, nn
 
@@ -52,85 +50,8 @@ from triweave.transport.interface import Transport
 from triweave.transport.messages import Messages
 from triweave.transport.plain import Collectives
 
-WARM_UP, TIMED, REPEATS = 4, 20, 20
+REPEATS = 20
 MIB = 2**20
-DTYPE = torch.bfloat16
-
-
-# --- the machine ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Watchdog:
-    """Ends this process when a section takes too long: a GPU that waits for a flag cannot be interrupted."""
-
-    limit_s: float
-    section: str = "start"
-    deadline: float = float("inf")
-
-    def begin(self, section: str) -> None:
-        self.section, self.deadline = section, time.monotonic() + self.limit_s
-
-    def watch(self) -> None:
-        while time.monotonic() < self.deadline:
-            time.sleep(0.5)
-        print(f"HANG in {self.section}: more than {self.limit_s:.0f} s", file=sys.stderr, flush=True)
-        os._exit(3)
-
-
-@dataclass
-class Bench:
-    """One rank's state: where it is, what it found."""
-
-    group: Group
-    device: torch.device
-    small: bool
-    out: Path
-    watchdog: Watchdog
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, **row: Any) -> None:
-        """Keep a row; rank 0 tells it and writes all of them, so that a later failure loses nothing."""
-        self.rows.append(row)
-        if self.group.rank == 0:
-            print(json.dumps(row), flush=True)
-            self.out.write_text(json.dumps(self.rows, indent=1))
-
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier(self.group.handle, device_ids=[self.device.index] if self.device.type == "cuda" else None)
-
-    def worst(self, value: float) -> float:
-        """The largest of all ranks' values."""
-        worst = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.group.handle)
-        return float(worst)
-
-    def milliseconds(self, function: Callable[[], Any]) -> float:
-        """Median time of `function` on the slowest rank."""
-        for _ in range(WARM_UP):
-            function()
-        self.sync()
-        if self.device.type != "cuda":
-            times = []
-            for _ in range(3):
-                begin = time.perf_counter()
-                function()
-                times.append(1e3 * (time.perf_counter() - begin))
-        else:
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
-            marks[0].record()
-            for mark in marks[1:]:
-                function()
-                mark.record()
-            torch.cuda.synchronize()
-            times = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
-        return self.worst(statistics.median(times))
-
-    def random(self, *shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(1000 * seed + self.group.rank)
-        return torch.empty(shape, device=self.device, dtype=DTYPE).normal_(0, std, generator=generator)
 
 
 # --- three ways -------------------------------------------------------------------------------------------------------
@@ -190,62 +111,47 @@ def copies(bench: Bench, transport: Transport) -> None:
     if not isinstance(transport, CopyEngines):
         bench.add(section="copies", skipped=transport.name)
         return
-    peer, stream = transport.peers[0], transport.stream
+    there, flags, stream = transport.staged[transport.peers[0]], transport.flags, transport.stream
     x, weight = bench.random(8192, 4096), bench.random(14336, 4096, seed=1)
     y = torch.empty(8192, 14336, device=bench.device, dtype=DTYPE)
 
     def product() -> None:
         torch.mm(x, weight.t(), out=y)
 
+    def copies_ms(copy: Callable[[], None], *, beside: bool) -> float:
+        """Time of one of ten copies on their own stream."""
+        copy()
+        bench.sync()
+        for _ in range(6 * beside):
+            product()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        for _ in range(10):
+            copy()
+        end.record(stream)
+        torch.cuda.synchronize()
+        return bench.worst(begin.elapsed_time(end) / 10)
+
     alone_ms = bench.milliseconds(product)
     for mib in (8, 16, 32, 64):
-        there = transport.staged[peer][: mib * MIB]
-        here = torch.empty_like(there)
+        size = mib * MIB
+        here = torch.empty(size, dtype=torch.uint8, device=bench.device)
+        copy = functools.partial(flags.copy, here.data_ptr(), there, size, stream.cuda_stream)
+        pull_ms, beside_ms = copies_ms(copy, beside=False), copies_ms(copy, beside=True)
+        slowed_ms = bench.milliseconds(lambda copy=copy: (copy(), product()))
+        row = {"pull_gb_s": size / pull_ms / 1e6, "pull_beside_product_gb_s": size / beside_ms / 1e6}
+        bench.add(section="copies", mib=mib, **row, product_ms=alone_ms, product_beside_pull_ms=slowed_ms)
+    one, part = bench.random(bench.group.size, 1, 64), bench.random(bench.group.size, 1, 64, seed=2)
 
-        def copy(here: Tensor = here, there: Tensor = there) -> None:
-            with torch.cuda.stream(stream):
-                here.copy_(there)
+    def scatter() -> None:
+        scattering = transport.scatter((bench.group.size, 1), 64, 1)
+        for piece in scattering.pieces:
+            scattering.send(piece, part[piece.start : piece.stop])
+        scattering.finish()
 
-        def copies_ms(copy: Callable[[], None] = copy, *, beside: bool) -> float:
-            """Time of one of ten copies on their own stream."""
-            copy()
-            bench.sync()
-            if beside:
-                for _ in range(6):
-                    product()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(stream)
-            for _ in range(10):
-                copy()
-            end.record(stream)
-            torch.cuda.synchronize()
-            return bench.worst(begin.elapsed_time(end) / 10)
-
-        def both(copy: Callable[[], None] = copy) -> None:
-            copy()
-            product()
-
-        pull_ms, beside_ms = copies_ms(beside=False), copies_ms(beside=True)
-        row = {"pull_gb_s": mib * MIB / pull_ms / 1e6, "pull_beside_product_gb_s": mib * MIB / beside_ms / 1e6}
-        bench.add(
-            section="copies", mib=mib, **row, product_ms=alone_ms, product_beside_pull_ms=bench.milliseconds(both)
-        )
-    room = transport.places[peer]
-    rows = min(2048, room.numel() // (2 * 4096))
-    part, narrow = bench.random(rows, 7168, seed=2), bench.random(4096, 7168, seed=3)
-    local = torch.empty(rows, 4096, device=bench.device, dtype=DTYPE)
-    remote = room[: local.nbytes].view(DTYPE).view(rows, 4096)
-    times = {
-        name: bench.milliseconds(lambda out=out: torch.mm(part, narrow.t(), out=out))
-        for name, out in (("local_ms", local), ("into_peer_ms", remote))
-    }
-    bench.add(section="copies", what=f"product {rows}x4096x7168", **times)
-    one = bench.random(1, 1, 64)
-    bench.add(
-        section="copies",
-        what="gather of one token",
-        ms=bench.milliseconds(lambda: transport.gather(one, whole=True).finish()),
-    )
+    calls = {"gather": lambda: transport.gather(one, whole=True, other=1).finish(), "scatter": scatter}
+    for name, call in calls.items():
+        bench.add(section="copies", what=f"{name} of one token", ms=bench.milliseconds(call))
 
 
 def right(bench: Bench, overlapped: Transport) -> None:
@@ -271,6 +177,10 @@ def right(bench: Bench, overlapped: Transport) -> None:
     plain, first = results(Collectives(bench.group, True)), results(overlapped)
     errors = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(first, plain, strict=True)]
     bench.add(section="right", what="worst relative error against collectives", value=bench.worst(max(errors)))
+    if isinstance(overlapped, CopyEngines):
+        uncut = replace(overlapped, piece_s=1.0)
+        same = all(torch.equal(a, b) for a, b in zip(results(uncut), plain, strict=True))
+        bench.add(section="right", what="products that are not cut equal collectives bit for bit", value=same)
     del plain
     different = 0
     for repeat in range(REPEATS):
@@ -331,11 +241,15 @@ def decoder_layer(bench: Bench, shape: Shape, ours: TensorParallel) -> Callable[
 
 
 def layers(bench: Bench, overlapped: Transport) -> None:
-    """A whole layer: the figure that counts."""
+    """A whole layer: the figure that counts, and the time that the host needs to issue it."""
     for shape in shapes(bench.small):
-        ms = {way: bench.milliseconds(decoder_layer(bench, shape, ours)) for way, ours in ways(bench, overlapped)}
+        ms, host = {}, {}
+        for way, ours in ways(bench, overlapped):
+            step = decoder_layer(bench, shape, ours)
+            ms[way], host[f"{way}_host"] = bench.milliseconds(step), bench.host_milliseconds(step)
+            del step
         exposed = {f"{way}_exposed": ms[way] / ms["alone"] - 1 for way in ("plain", "overlapped")}
-        bench.add(section="layers", model=shape.name, seq=shape.seq, **ms, **exposed)
+        bench.add(section="layers", model=shape.name, seq=shape.seq, **ms, **exposed, **host)
 
 
 def trace(bench: Bench, overlapped: Transport) -> None:
@@ -397,6 +311,11 @@ def show(rows: list[dict[str, Any]]) -> None:
             print(
                 f"{row['model']} seq {row['seq']} {row.get('what', 'whole layer')} | {alone:.3f} | {plain:.3f} |"
                 f" {ours:.3f} | {plain / alone - 1:.1%} | {ours / alone - 1:.1%}"
+                + (
+                    f" | issued in {row['plain_host']:.3f} and {row['overlapped_host']:.3f} ms"
+                    if "what" not in row
+                    else ""
+                )
             )
 
 

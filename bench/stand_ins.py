@@ -22,13 +22,13 @@ class Alone:
     there: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     name: str = "alone"
 
-    def gather(self, x: Tensor, *, whole: bool) -> WholeGathering:
+    def gather(self, x: Tensor, *, whole: bool, other: int) -> WholeGathering:
         shape = (x.shape[0] * self.group.size, *x.shape[1:])
         if shape not in self.there:
             self.there[shape] = x.repeat(self.group.size, *(1 for _ in x.shape[1:]))
         return WholeGathering((range(self.group.size),), (self.there[shape], None))
 
-    def scatter(self, tokens: tuple[int, int]) -> Dropped:
+    def scatter(self, tokens: tuple[int, int], moved: int, other: int) -> Dropped:
         return Dropped((range(self.group.size),), self.group)
 
 
@@ -67,13 +67,13 @@ class HeldUp:
         with torch.cuda.stream(self.streams[number]):
             torch.cuda._sleep(int(how_long_s * 1.8e9))  # cycles
 
-    def gather(self, x: Tensor, *, whole: bool) -> Any:
+    def gather(self, x: Tensor, *, whole: bool, other: int) -> Any:
         self._wait()
-        return self._around(self.inner.gather(x, whole=whole))
+        return self._around(self.inner.gather(x, whole=whole, other=other))
 
-    def scatter(self, tokens: tuple[int, int]) -> Any:
+    def scatter(self, tokens: tuple[int, int], moved: int, other: int) -> Any:
         self._wait()
-        return self._around(self.inner.scatter(tokens))
+        return self._around(self.inner.scatter(tokens, moved, other))
 
     def _around(self, moving: Any) -> HeldUp:
         return replace(self, inner=moving, pieces=moving.pieces)

@@ -7,9 +7,10 @@ the streams forbids will happen in some order, which a real GPU would show once 
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from triweave.transport.stream_flags import WAIT, MemoryOperation
 
 
 @dataclass(eq=False)
@@ -30,9 +33,19 @@ class Step:
 
 @dataclass(eq=False)
 class Event:
-    """Done when its stream has come to it."""
+    """Done when its stream has come to where it was recorded last; whoever waits means the record before that wait."""
 
-    done: bool = False
+    records: list[bool] = field(default_factory=list)
+
+    def record(self, stream: Stream) -> None:
+        """As torch's."""
+        number = len(self.records)
+        self.records.append(False)
+
+        def done() -> None:
+            self.records[number] = True
+
+        stream.queue.append(Step(done, name="event"))
 
 
 @dataclass(eq=False)
@@ -43,19 +56,10 @@ class Stream:
     cuda_stream: int
     queue: list[Step] = field(default_factory=list)
 
-    def record_event(self) -> Event:
-        """As torch's."""
-        event = Event()
-        self.queue.append(Step(lambda: setattr(event, "done", True), name="event"))
-        return event
-
     def wait_event(self, event: Event) -> None:
         """As torch's."""
-        self.queue.append(Step(lambda: None, lambda: event.done, "wait for event"))
-
-    def wait_stream(self, other: Stream) -> None:
-        """As torch's."""
-        self.wait_event(other.record_event())
+        number = len(event.records) - 1
+        self.queue.append(Step(lambda: None, lambda: event.records[number], "wait for event"))
 
 
 class Gpu:
@@ -65,35 +69,36 @@ class Gpu:
         self.memory = memory  # flags by address, the same for all
         self.streams = [Stream(self, 0), Stream(self, 1)]
         self.current = self.streams[0]
+        self.held: list[Tensor] = []  # a GPU's memory is given to others in the order of its streams, a host's at once
 
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        """As torch.cuda.stream."""
-        former, self.current = self.current, stream
-        yield
-        self.current = former
+    def batch(self, stream: int, count: int, operations: Sequence[MemoryOperation], flags: int) -> int:
+        """As cuStreamBatchMemOp."""
+        for operation in operations[:count]:
+            self.streams[stream].queue.append(self._step(operation.operation, operation.address, operation.value))
+        return 0
 
-    def write_value(self, stream: int, address: int, value: int, flags: int) -> int:
-        """As cuStreamWriteValue32. Raising a flag that is up already would lose one of the two."""
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> int:
+        """As cuMemcpyAsync."""
+        step = Step(lambda: ctypes.memmove(to, source, num_bytes) and None, name="copy")
+        self.streams[stream].queue.append(step)
+        return 0
+
+    def _step(self, operation: int, address: int, value: int) -> Step:
+        """Raising a flag that is up already would lose one of the two."""
+        if operation == WAIT:
+            return Step(lambda: None, lambda: self.memory[address] == value, f"wait for {value} at {address}")
 
         def write() -> None:
             assert self.memory[address] != value, "a flag is raised twice"
             self.memory[address] = value
 
-        self.streams[stream].queue.append(Step(write, name=f"write {value} at {address}"))
-        return 0
-
-    def wait_value(self, stream: int, address: int, value: int, flags: int) -> int:
-        """As cuStreamWaitValue32."""
-        step = Step(lambda: None, lambda: self.memory[address] == value, f"wait for {value} at {address}")
-        self.streams[stream].queue.append(step)
-        return 0
+        return Step(write, name=f"write {value} at {address}")
 
     def program(self, function: Callable[[], Any]) -> Any:
         """Queue what `function` does."""
         with ExitStack() as stack:
             stack.enter_context(patch("torch.cuda.current_stream", lambda: self.current))
-            stack.enter_context(patch("torch.cuda.stream", self.stream))
+            stack.enter_context(patch("torch.cuda.Event", Event))
             stack.enter_context(_Late(self))
             return function()
 
@@ -109,7 +114,9 @@ class _Late(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.name().removeprefix("aten::")
         if func.is_view or name in ("_unsafe_view", "empty.memory_format", "empty_like", "new_empty"):
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            self.gpu.held.append(made)
+            return made
         queue = self.gpu.current.queue
         if func._schema.is_mutable:
             queue.append(Step(lambda: func(*args, **kwargs), name=name))
@@ -118,6 +125,7 @@ class _Late(TorchDispatchMode):
         if not isinstance(early, Tensor):
             return early
         result = torch.full_like(early, torch.nan)
+        self.gpu.held.append(result)
 
         def late() -> None:
             result.copy_(func(*args, **kwargs))

@@ -5,6 +5,7 @@ The transport and the layers are those that run on GPUs; only streams and flags 
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,16 +23,19 @@ from triweave.groups import Group
 from triweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from triweave.layers.tensor_parallel import TensorParallel
 from triweave.transport.copy_engine import CopyEngines, CopyGathering, room_number
-from triweave.transport.stream_flags import Flag, StreamFlags, first_values
+from triweave.transport.stream_flags import Driver, Flag, MemoryOperation, StreamFlags, flag_bytes
 
 SLICE, HIDDEN, WIDE, LAYERS = 2, 4, 8, 2
 SLICE_BYTES = SLICE * HIDDEN * 8
 
 
-def node(tp: int) -> list[tuple[Gpu, CopyEngines]]:
-    """GPUs that see each other's memory, their buffers full of what was there before."""
-    size = 4 * len(Flag) * tp
-    memory = {rank * size + 4 * i: value for rank in range(tp) for i, value in enumerate(first_values(tp))}
+def node(tp: int, piece_s: float = 0.0) -> list[tuple[Gpu, CopyEngines]]:
+    """GPUs that see each other's memory, their buffers full of what was there before; products are cut if that is free.
+
+    Each holds the tensor of the buffers: what copies know of it is addresses.
+    """
+    size = flag_bytes(tp)
+    memory = dict.fromkeys(range(0, tp * size, 4), 0)
     addresses = tuple(rank * size for rank in range(tp))
     rooms = torch.full((tp, tp, SLICE_BYTES), 255, dtype=torch.uint8)  # as float64, not a number
     ranks = range(tp)
@@ -41,10 +45,12 @@ def node(tp: int) -> list[tuple[Gpu, CopyEngines]]:
         transport = CopyEngines(
             Group(tuple(ranks), rank),
             gpu.streams[1],
-            StreamFlags(gpu.write_value, gpu.wait_value, addresses, rank),
-            staged=tuple(rooms[holder, 0] for holder in ranks),
+            StreamFlags(Driver(gpu.batch, gpu.copy), addresses, rank),
+            staged=tuple(rooms[holder, 0].data_ptr() for holder in ranks),
+            places=tuple(rooms[holder, room_number(holder, rank)].data_ptr() for holder in ranks),
             received=tuple(rooms[rank, room_number(rank, sender)] for sender in ranks),
-            places=tuple(rooms[holder, room_number(holder, rank)] for holder in ranks),
+            owners=(rooms,),
+            piece_s=piece_s,
         )
         made.append((gpu, transport))
     return made
@@ -102,12 +108,12 @@ class Rank:
         return [y.detach(), x.grad, *(main_grad(layer.weight) for layer in self.layers)]
 
 
-def check(tp: int, seed: int, splits: bool, steps: int = 2) -> None:
+def check(tp: int, seed: int, splits: bool, steps: int = 2, piece_s: float = 0.0) -> None:
     """Several steps of all ranks, queued one after another and then run in one of the possible orders."""
-    gpus = node(tp)
+    gpus = node(tp, piece_s)
     given: list[list[list[Tensor]]] = []
-    for gpu, transport in gpus:
-        rank = Rank(TensorParallel(transport.group, True, chosen=transport))
+    ranks = [Rank(TensorParallel(transport.group, True, chosen=transport)) for _, transport in gpus]
+    for (gpu, _), rank in zip(gpus, ranks, strict=True):
         given.append([gpu.program(partial(rank.step, splits)) for _ in range(steps)])
     run([gpu for gpu, _ in gpus], seed)
     y, x_grad, *weight_grads = whole(tp)
@@ -128,6 +134,14 @@ def test_any_order_gives_the_same(tp: int, piece_tokens: int, splits: bool) -> N
             check(tp, seed, splits)
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_products_too_small_to_cut_wait_for_all_rows(tp: int) -> None:
+    """Where a piece costs more than it hides, one product reads all rows: as right as in pieces."""
+    with patch.object(overlap, "MIN_PIECE_TOKENS", 1):
+        for seed in range(5):
+            check(tp, seed, splits=seed % 2 == 0, piece_s=1.0)
+
+
 def fails(seeds: int = 40) -> bool:
     """Whether some order shows a fault."""
     for seed in range(seeds):
@@ -141,13 +155,12 @@ def fails(seeds: int = 40) -> bool:
 @pytest.mark.parametrize("flag", list(Flag))
 def test_missing_wait_is_seen(flag: Flag) -> None:
     """Without waiting for any one kind of flag, some order gives a wrong result or loses a flag."""
-    wait = StreamFlags.await_from
+    awaiting = StreamFlags.awaiting
 
-    def careless(self: StreamFlags, peer: int, which: Flag, stream: Any) -> None:
-        if which is not flag:
-            wait(self, peer, which, stream)
+    def careless(self: StreamFlags, which: Flag, peers: list[int]) -> list[MemoryOperation]:
+        return [] if which is flag else awaiting(self, which, peers)
 
-    with patch.object(StreamFlags, "await_from", careless):
+    with patch.object(StreamFlags, "awaiting", careless):
         assert fails()
 
 
@@ -164,9 +177,27 @@ def test_missing_wait_of_products_is_seen(name: str) -> None:
         assert fails()
 
 
+@pytest.mark.parametrize("waits", ["taken", "follow"])
+def test_missing_wait_of_copies_is_seen(waits: str) -> None:
+    """Staging over what a peer has not taken, or sending what is not computed, is wrong in some order."""
+    if waits == "follow":
+        with patch.object(CopyEngines, "follow", lambda *_: None):
+            assert fails()
+    else:
+        with patch.object(CopyEngines, "taken", property(lambda _: None, lambda *_: None)):
+            assert fails()
+
+
+def test_memory_operations_lie_as_the_driver_reads_them() -> None:
+    """Places of the fields are those of CUstreamBatchMemOpParams in cuda.h (12.8): a union of 6 x 64 bits."""
+    fields = (MemoryOperation.address, MemoryOperation.value, MemoryOperation.flags, MemoryOperation.alias)
+    assert [field.offset for field in fields] == [8, 16, 24, 32]
+    assert ctypes.sizeof(MemoryOperation) == 48
+
+
 def test_slice_larger_than_its_room_is_refused() -> None:
     """Activations that were not reckoned with do not overwrite what lies beside."""
     large = numbers(2 * SLICE, 1, HIDDEN, seed=1)
     gpu, transport = node(2)[0]
     with pytest.raises(ValueError, match="larger than its room"):
-        gpu.program(lambda: transport.gather(large, whole=True))
+        gpu.program(lambda: transport.gather(large, whole=True, other=0))

@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if not INTERPRETED and (DEVICE == "cpu" or find_spec("triton") is None):
     pytest.skip("neither a GPU with Triton nor Triton's interpreter", allow_module_level=True)
 
-from triweave.kernels import cross_entropy, norm, rotary, swiglu  # noqa: E402
+from triweave.kernels import cross_entropy, norm, partial_sums, rotary, swiglu  # noqa: E402
 from triweave.layers.rotary import Rotation  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -76,6 +76,19 @@ def test_swiglu_is_the_formula(rows: int, width: int, dtype: torch.dtype) -> Non
     near(swiglu.swiglu_forward(gate_up), expected.detach(), slack=2)
     (gradient,) = torch.autograd.grad(expected, whole, upstream.double())
     near(swiglu.swiglu_backward(upstream, gate_up), gradient, slack=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("parts", "numel"), [(3, 7), (4, 2048), (5, 2049), (8, 5000)])
+def test_parts_are_summed_in_order(parts: int, numel: int, dtype: torch.dtype) -> None:
+    """Parts of any number give the float64 sum rounded once, in the order given."""
+    given = [random(numel, seed=seed, dtype=dtype) for seed in range(parts)]
+    near(partial_sums.sum_in_order(given), torch.stack(given).double().sum(0), slack=2)
+    in_order = given[0].float()
+    for part in given[1:]:
+        in_order = in_order + part.float()
+    if dtype is torch.float32:
+        assert torch.equal(partial_sums.sum_in_order(given), in_order)
 
 
 HEADS = [(4, 2, 8), (6, 3, 10), (5, 1, 64), (20, 5, 16)]

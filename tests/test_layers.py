@@ -215,6 +215,27 @@ def test_order_of_weight_gradients() -> None:
     assert done == ["now", "after"]
 
 
+def test_deferred_transfer_starts_before_the_product_ahead_of_it() -> None:
+    """Outside `deferring` a transfer starts where it is submitted; inside it starts one piece of work earlier."""
+    gradients, done = WeightGradients(), []
+
+    def submit_all() -> None:
+        gradients.submit(lambda: done.append("transfer of the first"), one_earlier=True)
+        for name in ("first", "second"):
+            gradients.submit(lambda name=name: done.append(name))
+        gradients.submit(lambda: done.append("transfer of the third"), one_earlier=True)
+        gradients.submit(lambda: done.append("third"))
+
+    submit_all()
+    assert done == ["transfer of the first", "first", "second", "transfer of the third", "third"]
+    done.clear()
+    with gradients.deferring() as work:
+        submit_all()
+    for one in work:
+        one()
+    assert done == ["transfer of the first", "first", "transfer of the third", "second", "third"]
+
+
 # --- embedding and loss -----------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Pieces of a sequence, the memory that overlapping takes, and what is chosen where."""
+"""Pieces of a sequence, what they cost and hide, the memory that overlapping takes, and what is chosen where."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from triweave.collectives import sum_parts
 from triweave.groups import Group, alone
-from triweave.overlap import FLAG_BYTES, MIN_PIECE_TOKENS, exchange_bytes, pieces
+from triweave.overlap import FLAG_BYTES, MIN_PIECE_TOKENS, PIECE_S, exchange_bytes, exposed_s, pays_to_cut, pieces
 from triweave.transport.choose import choose_transport
 
 CPU = torch.device("cpu")
@@ -38,6 +38,33 @@ def test_pieces_of_known_layouts() -> None:
     """Llama-3-8B at TP 2 multiplies two halves; 70B at TP 8 and sequence 4096 takes four ranks' slices together."""
     assert pieces(2, 1, 8192 // 2) == (range(1, 2), range(1))
     assert pieces(8, 3, 4096 // 8) == (range(3, 4), range(4, 8), range(3))
+
+
+@given(
+    tp=st.integers(2, 8),
+    slice_tokens=st.integers(1, 8192),
+    moved=st.integers(16, 16384),
+    other=st.integers(0, 65536),
+    num_pieces=st.integers(2, 8),
+)
+def test_cutting_hides_no_more_than_there_is(
+    tp: int, slice_tokens: int, moved: int, other: int, num_pieces: int
+) -> None:
+    """Pieces win at most the time of the copies and that of the product, and each costs its price."""
+    whole, cut = (exposed_s(tp, slice_tokens, moved, other, number) for number in (1, num_pieces))
+    price = (num_pieces - 1) * PIECE_S
+    product = 2 * tp * slice_tokens * moved * other / 600e12
+    slack = 1e-9 * (whole + price)
+    assert price - slack <= cut <= whole + price + slack
+    assert whole + price - cut <= product * (num_pieces - 1) / num_pieces + slack
+
+
+def test_products_of_known_sizes_are_cut_or_not() -> None:
+    """At TP 2 every product of Llama-3-8B is cut at sequence 4096, and its attention output at 1024 is not."""
+    for moved, other in [(4096, 3072), (4096, 2048), (4096, 14336), (4096, 7168)]:
+        assert pays_to_cut(2, 4096 // 2, moved, other)
+    assert not pays_to_cut(2, 1024 // 2, 4096, 2048)
+    assert not pays_to_cut(2, 8192 // 2, 4096, 0), "no product reads the rows in pieces"
 
 
 @pytest.mark.parametrize("tp", [2, 8])

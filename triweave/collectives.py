@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from triweave.groups import Group
+from triweave.kernels.dispatch import uses_kernels
 
 
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -95,6 +96,10 @@ def sum_parts(parts: list[Tensor]) -> Tensor:
     """
     if len(parts) == 2:
         return parts[0] + parts[1]
+    if uses_kernels(parts[0]):
+        from triweave.kernels.partial_sums import sum_in_order
+
+        return sum_in_order(parts)
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part

@@ -22,10 +22,16 @@ class WeightGradients:
     def __init__(self) -> None:
         self._deferred: list[Work] | None = None
 
-    def submit(self, work: Work) -> None:
-        """Run `work` now; inside `deferring`, keep it."""
+    def submit(self, work: Work, *, one_earlier: bool = False) -> None:
+        """Run `work` now; inside `deferring`, keep it.
+
+        `one_earlier` is for what starts a transfer: of deferred work it comes before the piece submitted last, which
+        hides it. That piece's operands are held until then anyway.
+        """
         if self._deferred is None:
             work()
+        elif one_earlier:
+            self._deferred.insert(max(len(self._deferred) - 1, 0), work)
         else:
             self._deferred.append(work)
 

@@ -88,7 +88,7 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(x)
         # Held as they are and not as saved tensors: sharding may free and refill the storage in between.
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-        gathering = tp.transport.gather(x, whole=False)
+        gathering = tp.transport.gather(x, whole=False, other=weight.shape[0])
         y = multiply_gathered(gathering, weight.t(), bias)
         gathering.finish()
         return y
@@ -101,14 +101,14 @@ class _Column(torch.autograd.Function):
         gathered: list[Gathering] = []
 
         def start_gather() -> None:
-            gathered.append(transport.gather(x, whole=True))
+            gathered.append(transport.gather(x, whole=True, other=0))
 
         def add_weight_gradient() -> None:
             add_product(weight, grad_y.flatten(0, -2), gathered.pop().finish().flatten(0, -2))
             if bias is not None:
                 add_to_main_grad(bias, grad_y.flatten(0, -2).sum(0, dtype=torch.float32))
 
-        submit(start_gather)
+        submit(start_gather, one_earlier=True)
         grad_x = multiply_and_scatter(grad_y, weight, transport)
         submit(add_weight_gradient)
         return grad_x.finish(), None, None, None
@@ -124,7 +124,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None, None]:
-        gathering = ctx.tp.transport.gather(grad_y, whole=True)
+        gathering = ctx.tp.transport.gather(grad_y, whole=True, other=ctx.weight.shape[1])
         grad_x = multiply_gathered(gathering, ctx.weight)
         ctx.gradient_of_sum.append(gathering.finish())
         return grad_x, None, None, None

@@ -19,14 +19,15 @@ def multiply_gathered(gathering: Gathering, matrix: Tensor, bias: Tensor | None 
     Returns:
         `[seq, batch, out]`.
     """
-    y = matrix.new_empty(*gathering.tokens, matrix.shape[1])
+    seq, batch = gathering.tokens
+    y = matrix.new_empty(seq * batch, matrix.shape[1])
     for piece in gathering.pieces:
-        x, out = gathering.rows(piece), slices(y, piece, gathering.pieces)
+        x, out = gathering.rows(piece).flatten(0, 1), slices(y, piece, gathering.pieces)
         if bias is None:
-            torch.mm(x.flatten(0, 1), matrix, out=out.flatten(0, 1))
+            torch.mm(x, matrix, out=out)
         else:
-            torch.addmm(bias, x.flatten(0, 1), matrix, out=out.flatten(0, 1))
-    return y
+            torch.addmm(bias, x, matrix, out=out)
+    return y.view(seq, batch, -1)
 
 
 def multiply_and_scatter(x: Tensor, matrix: Tensor, transport: Transport) -> Scattering:
@@ -40,14 +41,18 @@ def multiply_and_scatter(x: Tensor, matrix: Tensor, transport: Transport) -> Sca
     Returns:
         The sum on its way, `[seq/tp, batch, out]`; what is computed before it is finished hides it too.
     """
-    seq, batch, _ = x.shape
-    scattering = transport.scatter((seq, batch))
+    seq, batch, features = x.shape
+    scattering = transport.scatter((seq, batch), matrix.shape[1], features)
+    x = x.flatten(0, 1)
     for piece in scattering.pieces:
-        scattering.send(piece, slices(x, piece, scattering.pieces) @ matrix)
+        part = torch.mm(slices(x, piece, scattering.pieces), matrix)
+        scattering.send(piece, part.view(-1, batch, matrix.shape[1]))
     return scattering
 
 
 def slices(x: Tensor, piece: range, pieces: tuple[range, ...]) -> Tensor:
     """The rows of one piece in a tensor of the whole sequence."""
+    if len(pieces) == 1:
+        return x
     size = x.shape[0] // sum(map(len, pieces))
     return x[piece.start * size : piece.stop * size]

@@ -18,6 +18,7 @@ from operator import mul
 
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
+from triweave.overlap import exchange_bytes
 from triweave.parameters import has_tied_copy, holds_embedding, holds_head
 from triweave.planner.assumptions import OURS, Assumptions
 from triweave.planner.memory_moments import Moment, worst_moments
@@ -102,7 +103,7 @@ def each_rank_kept_bytes(
     its backward. What is kept never does, so this is a bound for every choice of what is recomputed.
     """
     for peak in _each_rank_peak(spec, layout, ranks, seq_len, num_micro_batches, dtype, assumptions):
-        yield peak.kept + sum(_beside(peak.rank, peak.kept, spec, layout, assumptions).values())
+        yield peak.kept + sum(_beside(peak, peak.kept, spec, layout, assumptions).values())
 
 
 def each_rank_used_bytes(
@@ -117,7 +118,7 @@ def each_rank_used_bytes(
 ) -> Iterator[int]:
     """`StageMemory.used_bytes` of some pipeline ranks, each computed when it is asked for, without its components."""
     for peak in _each_rank_peak(spec, layout, ranks, seq_len, num_micro_batches, dtype, assumptions):
-        yield peak.allocated + sum(_beside(peak.rank, peak.allocated, spec, layout, assumptions).values())
+        yield peak.allocated + sum(_beside(peak, peak.allocated, spec, layout, assumptions).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,8 @@ class _RankPeak:
     kept: int
     """The most that stands and is kept for backward at once."""
     allocated: int
+    slice_bytes: int
+    """An activation between layers, `[seq/tp, batch, hidden]`."""
 
 
 def _each_rank_peak(
@@ -162,7 +165,8 @@ def _each_rank_peak(
         units = [unit for stage in stages for unit in stage_units(spec, layout, stage, a)]
         states = states_of(units, layout, dtype, a)
         standing = _standing_bytes(spec, layout, rank, s, num_micro_batches, dtype, a, units, states)
-        yield _rank_peak(rank, dict(zip(stages, found, strict=True)), standing, states.step_working_set, moments)
+        stage_of = dict(zip(stages, found, strict=True))
+        yield _rank_peak(rank, stage_of, standing, states.step_working_set, moments, s.slice)
 
 
 class _Stage:
@@ -182,7 +186,12 @@ class _Stage:
 
 
 def _rank_peak(
-    rank: int, stages: Mapping[int, _Stage], standing: Mapping[str, int], step_bytes: int, moments: tuple[Moment, ...]
+    rank: int,
+    stages: Mapping[int, _Stage],
+    standing: Mapping[str, int],
+    step_bytes: int,
+    moments: tuple[Moment, ...],
+    slice_bytes: int,
 ) -> _RankPeak:
     base = sum(standing.values())
     kept = [stage.kept_bytes for stage in stages.values()]
@@ -199,9 +208,11 @@ def _rank_peak(
             best, best_bytes = moment, here
     tapes = {stage: one.tapes for stage, one in stages.items()}
     if best is None or step_bytes > best_bytes:
-        return _RankPeak(rank, tapes, standing, None, None, step_bytes, base + most_kept, base + step_bytes)
+        return _RankPeak(
+            rank, tapes, standing, None, None, step_bytes, base + most_kept, base + step_bytes, slice_bytes
+        )
     peak = stages[best.stage].peak(best.kind)
-    return _RankPeak(rank, tapes, standing, best, peak, step_bytes, base + most_kept, base + best_bytes)
+    return _RankPeak(rank, tapes, standing, best, peak, step_bytes, base + most_kept, base + best_bytes, slice_bytes)
 
 
 def _rank_memory(found: _RankPeak, spec: ModelSpec, layout: Layout, a: Assumptions) -> StageMemory:
@@ -214,7 +225,7 @@ def _rank_memory(found: _RankPeak, spec: ModelSpec, layout: Layout, a: Assumptio
         moment = found.moment
         components += components_of(found.peak, _held(moment, found.tapes))
         at = f"{found.peak.where} of stage {moment.stage}, {_others(moment)} in flight"
-    beside = _beside(found.rank, found.allocated, spec, layout, a)
+    beside = _beside(found, found.allocated, spec, layout, a)
     return StageMemory(
         pp_rank=found.rank,
         peak_allocated_bytes=found.allocated,
@@ -288,14 +299,18 @@ def _others(moment: Moment) -> str:
     return f"{count} other micro-batch{'' if count == 1 else 'es'}"
 
 
-def _beside(rank: int, allocated: int, spec: ModelSpec, layout: Layout, a: Assumptions) -> dict[str, int]:
-    """What the allocator, the driver and NCCL take beside the tensors."""
+def _beside(peak: _RankPeak, allocated: int, spec: ModelSpec, layout: Layout, a: Assumptions) -> dict[str, int]:
+    """What the allocator, the driver, NCCL and the copy engines' exchange take beside the tensors."""
     groups = sum(layout.size(axis) > 1 for axis in ("tp", "cp", "dp")) + (layout.world_size > 1)
     # Slices are summed over replica groups, beside the shard groups' own collectives.
     groups += layout.uses_shard_groups
-    channels = 2 * (layout.pp > 1) * (1 if rank in (0, layout.pp - 1) else 2) + has_tied_copy(spec, layout)
-    return {
+    channels = 2 * (layout.pp > 1) * (1 if peak.rank in (0, layout.pp - 1) else 2) + has_tied_copy(spec, layout)
+    beside = {
         "allocator": int(allocated * a.fragmentation_share),
         "CUDA context": a.context_bytes,
         "NCCL": groups * a.nccl_bytes_per_group + channels * a.nccl_bytes_per_channel,
     }
+    if a.bookkeeping == "ours" and layout.tp > 1 and layout.uses_sequence_parallel:
+        # Symmetric memory comes from the driver and not from the caching allocator.
+        beside["exchange of slices"] = exchange_bytes(layout.tp, peak.slice_bytes)
+    return beside

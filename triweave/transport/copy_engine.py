@@ -1,20 +1,22 @@
 """Slices copied between the GPUs of one node by their copy engines: no product gives up a multiprocessor for it.
 
 Each rank has a buffer that its peers see (torch's symmetric memory): flags, one slice that peers take from it, and a
-place for one slice from each peer. One stream a rank does all the moving:
+place for one slice from each peer. One stream a rank moves what travels:
 
-    gather     wait until the last slice was TAKEN by all, stage x, tell all it is STAGED;
-               for each peer: wait for STAGED, copy its slice here, tell it TAKEN
-    scatter    for each peer: wait for the part's product and until the peer's place is FREE, copy it there, tell it
-               ARRIVED; for each peer: wait for ARRIVED; sum, on the stream of the products; tell all FREE
+    gather     stage x, on the stream of the products; tell all it is STAGED;
+               for each peer: wait for STAGED, copy its slice here, tell it TAKEN; wait until all have TAKEN
+    scatter    for each peer: wait for the part's product, copy it to its place there, tell it ARRIVED;
+               wait until all have ARRIVED; sum, on the stream of the products; tell all FREE; wait until all are FREE
+
+Staging is a copy inside one GPU, which the driver does by a kernel: on the other stream it would wait for
+multiprocessors until the product beside it is nearly done, and the peers with it (`bench/overlap.py` shows it in its
+trace). Ahead of the product it takes 16 us for 32 MiB.
 
 Why this cannot hang, however far ranks run apart: all make the same calls in the same order, and whatever is waited
 for was told earlier in that order. Of all waits that hang, the earliest would wait for something told before it, and
 nothing before it hangs. This holds too where the host blocks in between, as loading a kernel or freeing memory does.
 
-Why one buffer is enough: it is used again only after the flags say that it may be, and they have said so long before.
-A gather and a scatter follow each other by turns, or with a product between them, and no rank gets past one of
-them before its peers have come to it.
+Why one buffer is enough: each gather and each scatter ends when every rank has what it was given.
 """
 
 from __future__ import annotations
@@ -27,64 +29,135 @@ from torch import Tensor
 
 from triweave.collectives import sum_parts
 from triweave.groups import Group
-from triweave.overlap import FLAG_BYTES, exchange_bytes, pieces
-from triweave.transport.stream_flags import Flag, StreamFlags, driver_flags, first_values
+from triweave.overlap import FLAG_BYTES, PIECE_S, exchange_bytes, pays_to_cut, pieces
+from triweave.transport.stream_flags import Flag, Signal, StreamFlags, cuda_driver, flag_bytes
 
 
 @dataclass(frozen=True, slots=True)
+class Signals:
+    """What a rank tells and waits for between its copies, each in one call. Peers are in the order of `peers`."""
+
+    took: tuple[Signal, ...]
+    """Of a gather: before the first copy, between each two, after the last."""
+    put: tuple[Signal, ...]
+    """Of a scatter: after each copy."""
+    summed: Signal
+
+
+def signals_of(flags: StreamFlags, peers: list[int]) -> Signals:
+    """Both sequences as the head of this file has them."""
+    took = [flags.signal(flags.raising(Flag.STAGED, peers), flags.awaiting(Flag.STAGED, peers[:1]))]
+    put = []
+    for number, peer in enumerate(peers, 1):
+        last, following = number == len(peers), peers[number : number + 1]
+        then = flags.awaiting(Flag.TAKEN, peers) if last else flags.awaiting(Flag.STAGED, following)
+        took.append(flags.signal(flags.raising(Flag.TAKEN, [peer]), then))
+        put.append(
+            flags.signal(flags.raising(Flag.ARRIVED, [peer]), flags.awaiting(Flag.ARRIVED, peers if last else []))
+        )
+    summed = flags.signal(flags.raising(Flag.FREE, peers), flags.awaiting(Flag.FREE, peers))
+    return Signals(tuple(took), tuple(put), summed)
+
+
+@dataclass(slots=True)
 class CopyEngines:
     """The transport of GPUs that can read and write each other's memory."""
 
     group: Group
     stream: torch.cuda.Stream
     flags: StreamFlags
-    staged: tuple[Tensor, ...]
-    """Bytes of the slice that each rank, this one too, gives to its peers."""
+    staged: tuple[int, ...]
+    """Addresses of the slice that each rank, this one too, gives to its peers."""
+    places: tuple[int, ...]
+    """Addresses, at each rank, of the slice from this one."""
     received: tuple[Tensor, ...]
     """Bytes here of the slice from each rank."""
-    places: tuple[Tensor, ...]
-    """Bytes, at each rank, of the slice from this one."""
     owners: tuple[object, ...] = ()
-    """What keeps that memory mapped: the tensors above only point into it."""
+    """What keeps that memory mapped: addresses only point into it."""
+    piece_s: float = PIECE_S
+    """What one piece more costs: decides which products are cut."""
     name: str = "overlapped with products, by copy engines"
+    peers: list[int] = field(init=False)
+    """The other ranks, from the next one on."""
+    signals: Signals = field(init=False)
+    spare: list[torch.cuda.Event] = field(init=False, default_factory=list)
+    """Events that nobody waits for any more."""
+    taken: torch.cuda.Event | None = field(init=False, default=None)
+    """Of the last gather: all peers have what was staged."""
+    views: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = field(init=False, default_factory=dict)
+    """`received` as tensors, by what was asked for."""
+    cuts: dict[tuple[int, int, int], tuple[range, ...]] = field(init=False, default_factory=dict)
+    """Pieces that were asked for."""
 
-    @property
-    def peers(self) -> list[int]:
-        """The other ranks, from the next one on."""
+    def __post_init__(self) -> None:
+        """Put together what is told and waited for."""
         size, rank = self.group.size, self.group.rank
-        return [(rank + step) % size for step in range(1, size)]
+        self.peers = [(rank + step) % size for step in range(1, size)]
+        self.signals = signals_of(self.flags, self.peers)
 
-    def gather(self, x: Tensor, *, whole: bool) -> CopyGathering:
+    def gather(self, x: Tensor, *, whole: bool, other: int) -> CopyGathering:
         """Types: shard(0) -> replicate. See `Transport`."""
         group, stream, flags = self.group, self.stream, self.flags
         x = x.contiguous()
-        order = pieces(group.size, group.rank, x.shape[0] * x.shape[1])
-        # Made on the stream of the products, and before the other one waits for it: its memory may be in use there.
+        size = self.fitting(x.nbytes)
+        order = self.pieces(x.shape[0] * x.shape[1], x.shape[2], other)
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-        slices = out.chunk(group.size)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for peer in self.peers:
-                flags.await_from(peer, Flag.TAKEN, stream)
-            _as(x, self.staged[group.rank]).copy_(x)
-            for peer in self.peers:
-                flags.raise_at(peer, Flag.STAGED, stream)
-            arrivals = {}
-            for piece in order[1:]:
-                for peer in piece:
-                    flags.await_from(peer, Flag.STAGED, stream)
-                    slices[peer].copy_(_as(x, self.staged[peer]))
-                    flags.raise_at(peer, Flag.TAKEN, stream)
-                arrivals[piece] = stream.record_event()
-            if whole:
-                slices[group.rank].copy_(x)
-            return CopyGathering(order, x, out, arrivals, stream.record_event())
+        source, to = x.data_ptr(), out.data_ptr()
+        products = torch.cuda.current_stream()
+        if self.taken is not None:
+            products.wait_event(self.taken)
+        flags.copy(self.staged[group.rank], source, size, products.cuda_stream)
+        if whole or len(order) == 1:
+            flags.copy(to + group.rank * size, source, size, products.cuda_stream)
+        # Not before this: the memory of `out` may still be in use there.
+        self.follow(products)
+        ends = {piece[-1] for piece in order[1:]} or {self.peers[-1]}
+        arrivals = []
+        handle, took = stream.cuda_stream, self.signals.took
+        flags.run(took[0], handle)
+        for peer, then in zip(self.peers, took[1:], strict=True):
+            flags.copy(to + peer * size, self.staged[peer], size, handle)
+            if peer in ends:
+                arrivals.append(self.mark(stream))
+            flags.run(then, handle)
+        if self.taken is None:
+            self.taken = self.mark(stream)
+        else:
+            self.taken.record(stream)
+        return CopyGathering(order, x, out, arrivals, self)
 
-    def scatter(self, tokens: tuple[int, int]) -> CopyScattering:
+    def scatter(self, tokens: tuple[int, int], moved: int, other: int) -> CopyScattering:
         """Types: partial -> shard(0). See `Transport`."""
-        group = self.group
-        own, *others = pieces(group.size, group.rank, tokens[0] // group.size * tokens[1])
+        own, *others = self.pieces(tokens[0] // self.group.size * tokens[1], moved, other)
         return CopyScattering((*others, own), self)
+
+    def pieces(self, slice_tokens: int, moved: int, other: int) -> tuple[range, ...]:
+        """How a product is cut, if it is worth it; `other` is 0 for rows that no product reads in pieces."""
+        key = slice_tokens, moved, other
+        if key not in self.cuts:
+            cut = pays_to_cut(self.group.size, *key, self.piece_s)
+            size, rank = self.group.size, self.group.rank
+            self.cuts[key] = pieces(size, rank, slice_tokens) if cut else (range(size),)
+        return self.cuts[key]
+
+    def fitting(self, slice_bytes: int) -> int:
+        """The size of a slice that fits its room."""
+        room = self.received[0].numel()
+        if slice_bytes > room:
+            raise ValueError(f"a slice of {slice_bytes} bytes is larger than its room of {room}")
+        return slice_bytes
+
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """An event when `stream` has come so far. Made once and used again: whoever waits refers to that record."""
+        event = self.spare.pop() if self.spare else torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def follow(self, products: torch.cuda.Stream) -> None:
+        """Let the copies wait for what was computed so far."""
+        event = self.mark(products)
+        self.stream.wait_event(event)
+        self.spare.append(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +166,11 @@ class CopyGathering:
 
     pieces: tuple[range, ...]
     x: Tensor
-    """Held until `finish`: it is read on another stream than the one that owns its memory."""
     out: Tensor
-    arrivals: dict[range, torch.cuda.Event]
-    done: torch.cuda.Event
+    """Held until `finish`: it is written on another stream than the one that owns its memory."""
+    arrivals: list[torch.cuda.Event]
+    """Of each piece but this rank's own."""
+    transport: CopyEngines
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -105,62 +179,77 @@ class CopyGathering:
 
     def rows(self, piece: range) -> Tensor:
         """See `Gathering`."""
-        if piece == self.pieces[0]:
+        number = self.pieces.index(piece)
+        if len(self.pieces) == 1:
+            torch.cuda.current_stream().wait_event(self.arrivals[-1])
+            return self.out
+        if number == 0:
             return self.x
-        torch.cuda.current_stream().wait_event(self.arrivals[piece])
+        torch.cuda.current_stream().wait_event(self.arrivals[number - 1])
         size = self.x.shape[0]
         return self.out[piece.start * size : piece.stop * size]
 
     def finish(self) -> Tensor:
         """See `Gathering`."""
-        torch.cuda.current_stream().wait_event(self.done)
+        torch.cuda.current_stream().wait_event(self.arrivals[-1])
+        self.transport.spare += self.arrivals
         return self.out
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CopyScattering:
     """Copies to every peer, and one from each."""
 
     pieces: tuple[range, ...]
     transport: CopyEngines
-    parts: dict[int, Tensor] = field(default_factory=dict)
-    """By rank. Held until `finish`: they are read on another stream than the one that owns their memory."""
+    parts: dict[range, Tensor] = field(default_factory=dict)
+    """Held until `finish`: they are read on another stream than the one that owns their memory."""
+    arrived: torch.cuda.Event | None = None
 
     def send(self, piece: range, part: Tensor) -> None:
         """See `Scattering`."""
-        stream, flags = self.transport.stream, self.transport.flags
-        self.parts.update(zip(piece, part.chunk(len(piece)), strict=True))
-        if piece == self.pieces[-1]:
+        transport = self.transport
+        part = part.contiguous()
+        self.parts[piece] = part
+        peers, flags = transport.peers, transport.flags
+        leaving = [peer for peer in peers if peer in piece]
+        if not leaving:
             return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for peer in piece:
-                flags.await_from(peer, Flag.FREE, stream)
-                _as(self.parts[peer], self.transport.places[peer]).copy_(self.parts[peer])
-                flags.raise_at(peer, Flag.ARRIVED, stream)
+        transport.follow(torch.cuda.current_stream())
+        size = transport.fitting(part.nbytes // len(piece))
+        source, handle = part.data_ptr(), transport.stream.cuda_stream
+        for peer in leaving:
+            flags.copy(transport.places[peer], source + (peer - piece.start) * size, size, handle)
+            flags.run(transport.signals.put[peers.index(peer)], handle)
+        if leaving[-1] == peers[-1]:
+            # This rank's own copies are before it on that stream: after this nobody reads `parts`.
+            self.arrived = transport.mark(transport.stream)
 
     def finish(self) -> Tensor:
         """See `Scattering`."""
-        transport, stream = self.transport, self.transport.stream
+        transport, products = self.transport, torch.cuda.current_stream()
+        if self.arrived is None:
+            raise ValueError("not every piece was sent")
         rank = transport.group.rank
-        own = self.parts[rank]
-        for peer in transport.peers:
-            transport.flags.await_from(peer, Flag.ARRIVED, stream)
-        # This rank's own copies are before it on that stream: after this nobody reads `parts`.
-        torch.cuda.current_stream().wait_stream(stream)
-        total = sum_parts(
-            [own if peer == rank else _as(own, transport.received[peer]) for peer in range(transport.group.size)]
-        )
-        stream.wait_stream(torch.cuda.current_stream())
-        for peer in transport.peers:
-            transport.flags.raise_at(peer, Flag.FREE, stream)
+        piece = self.pieces[-1]
+        last = self.parts[piece]
+        rows = last.shape[0] // len(piece)
+        own = last if len(piece) == 1 else last[(rank - piece.start) * rows : (rank - piece.start + 1) * rows]
+        products.wait_event(self.arrived)
+        transport.spare.append(self.arrived)
+        key = own.dtype, own.shape
+        if key not in transport.views:
+            transport.views[key] = [_as(own, room) for room in transport.received]
+        parts = list(transport.views[key])
+        parts[rank] = own
+        total = sum_parts(parts)
+        transport.follow(products)
+        transport.flags.run(transport.signals.summed, transport.stream.cuda_stream)
         return total
 
 
 def _as(like: Tensor, room: Tensor) -> Tensor:
     """The first bytes of `room` as a tensor of the shape and type of `like`."""
-    if like.nbytes > room.numel():
-        raise ValueError(f"a slice of {like.nbytes} bytes is larger than its room of {room.numel()}")
     return room[: like.nbytes].view(like.dtype).view(like.shape)
 
 
@@ -183,24 +272,24 @@ def copy_engines(group: Group, device: torch.device, slice_bytes: int) -> CopyEn
     slice_bytes = -(-slice_bytes // 256) * 256  # every slice begins on a boundary that copies like
     mine = symmetric_memory.empty(exchange_bytes(group.size, slice_bytes), dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(mine, group.handle)
-    flags = torch.tensor(first_values(group.size), dtype=torch.int32, device=device)
-    mine[: flags.nbytes].view(torch.int32).copy_(flags)
+    mine[: flag_bytes(group.size)].zero_()
     torch.cuda.synchronize(device)
-    dist.barrier(group.handle, device_ids=[device.index])  # no flag is raised before all have their first value
+    dist.barrier(group.handle, device_ids=[device.index])  # no flag is raised before all are down
 
     def room(holder: int, sender: int) -> Tensor:
         offset = FLAG_BYTES + room_number(holder, sender) * slice_bytes
-        return handle.get_buffer(holder, (slice_bytes,), torch.uint8, offset)
+        buffer: Tensor = handle.get_buffer(holder, (slice_bytes,), torch.uint8, offset)
+        return buffer
 
     ranks = range(group.size)
     addresses = tuple(handle.get_buffer(rank, (FLAG_BYTES,), torch.uint8, 0).data_ptr() for rank in ranks)
     return CopyEngines(
         group,
         torch.cuda.Stream(device, priority=-1),
-        driver_flags(addresses, group.rank),
-        staged=tuple(room(rank, rank) for rank in ranks),
+        StreamFlags(cuda_driver(), addresses, group.rank),
+        staged=tuple(room(rank, rank).data_ptr() for rank in ranks),
+        places=tuple(room(rank, group.rank).data_ptr() for rank in ranks),
         received=tuple(room(group.rank, rank) for rank in ranks),
-        places=tuple(room(rank, group.rank) for rank in ranks),
         owners=(mine, handle),
     )
 

@@ -58,19 +58,22 @@ class Transport(Protocol):
         """What the log calls it."""
         ...
 
-    def gather(self, x: Tensor, *, whole: bool) -> Gathering:
+    def gather(self, x: Tensor, *, whole: bool, other: int) -> Gathering:
         """Start to gather: shard(0) -> replicate.
 
         Args:
             x: this rank's slice, `[seq/tp, batch, features]`.
             whole: whether `finish` must give all rows, this rank's own among them, in one tensor.
+            other: features on the other side of the product that reads `rows`; 0 where only `finish` is asked.
         """
         ...
 
-    def scatter(self, tokens: tuple[int, int]) -> Scattering:
+    def scatter(self, tokens: tuple[int, int], moved: int, other: int) -> Scattering:
         """Start to sum and scatter: partial -> shard(0).
 
         Args:
             tokens: `(seq, batch)` of the whole sequence.
+            moved: features of what is summed.
+            other: features on the other side of the product that makes it.
         """
         ...

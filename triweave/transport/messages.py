@@ -23,7 +23,7 @@ class Messages:
     group: Group
     name: str = "overlapped with products, by messages"
 
-    def gather(self, x: Tensor, *, whole: bool) -> MessageGathering:
+    def gather(self, x: Tensor, *, whole: bool, other: int) -> MessageGathering:
         """Types: shard(0) -> replicate. See `Transport`."""
         group, x = self.group, x.contiguous()
         order = pieces(group.size, group.rank, x.shape[0] * x.shape[1])
@@ -35,7 +35,7 @@ class Messages:
         arrivals = {peer: _receive(out.chunk(group.size)[peer], peer, group) for peer in peers}
         return MessageGathering(order, x, out, sends, arrivals)
 
-    def scatter(self, tokens: tuple[int, int]) -> MessageScattering:
+    def scatter(self, tokens: tuple[int, int], moved: int, other: int) -> MessageScattering:
         """Types: partial -> shard(0). See `Transport`."""
         group = self.group
         own, *others = pieces(group.size, group.rank, tokens[0] // group.size * tokens[1])

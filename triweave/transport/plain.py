@@ -30,12 +30,12 @@ class Collectives:
         """What the log calls it."""
         return "collectives before and after products" + (f" ({self.why})" if self.why else "")
 
-    def gather(self, x: Tensor, *, whole: bool) -> WholeGathering:
+    def gather(self, x: Tensor, *, whole: bool, other: int) -> WholeGathering:
         """Types: shard(0) -> replicate with sequence parallelism, else replicate -> replicate. See `Transport`."""
         pending = start_all_gather(x, self.group) if self.sequence_parallel else (x, None)
         return WholeGathering(self._pieces, pending)
 
-    def scatter(self, tokens: tuple[int, int]) -> WholeScattering:
+    def scatter(self, tokens: tuple[int, int], moved: int, other: int) -> WholeScattering:
         """Types: partial -> shard(0) with sequence parallelism, else partial -> replicate. See `Transport`."""
         return WholeScattering(self._pieces, self)
 
