@@ -18,12 +18,21 @@ from operator import mul
 
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
+from triweave.overlap import FLAG_BYTES, exchange_bytes
 from triweave.parameters import has_tied_copy, holds_head
 from triweave.planner.assumptions import OURS, Assumptions
 from triweave.planner.memory_moments import Moment, worst_moments
 from triweave.planner.memory_stage import Peak, StageTapes, components_of, stage_tapes
-from triweave.planner.memory_states import stage_units, states_of, weight_gradient_cache
-from triweave.planner.sizes import Sizes, sizes_of
+from triweave.planner.memory_states import (
+    ParameterUnit,
+    data_parallel_size,
+    numel_of,
+    stage_units,
+    states_of,
+    weight_gradient_cache,
+)
+from triweave.planner.sizes import DTYPE_BYTES, Sizes, sizes_of
+from triweave.sharing import MOST_RANKS, buffer_sizes, part_numel, staging_bytes
 
 _TOKEN_BYTES = 8
 
@@ -169,6 +178,8 @@ def standing_bytes(
         # The next message is received and the last ones are sent while an action computes.
         neighbours = 1 if rank in (0, layout.pp - 1) and layout.vpp == 1 else 2
         standing["p2p buffers"] = (1 + neighbours) * s.slice
+    if a.bookkeeping == "ours":
+        standing["copies between ranks"] = _shared_beside(layout, units, s, dtype)
     if a.weight_gradient_cache:
         standing["weight gradient cache"] = weight_gradient_cache(spec, layout, units, dtype)
     if a.bookkeeping == "megatron" and head and s.sequence_parallel and a.loss != "gathered":
@@ -180,6 +191,20 @@ def standing_bytes(
         # Ring attention receives the next keys and values while it computes with the present ones.
         standing["context parallel buffers"] = 4 * s.key_value
     return {name: size for name, size in standing.items() if size}
+
+
+def _shared_beside(layout: Layout, units: list[ParameterUnit], s: Sizes, dtype: str) -> int:
+    """What copies by the GPUs of one host take beside the tensors: flags, and slices and parts under way.
+
+    Groups that span hosts, or runs that switch the copies off, do without: for them this is too much by as much.
+    """
+    total = exchange_bytes(layout.tp, s.slice) if layout.uses_sequence_parallel else 0
+    dp = data_parallel_size(layout)
+    if 1 < dp <= MOST_RANKS:
+        numels = [numel_of(unit, dp) for unit in units]
+        sizes = [buffer_sizes(layout.shard, numel, DTYPE_BYTES[dtype]) for numel in numels]
+        total += FLAG_BYTES * sum(map(len, sizes)) + staging_bytes(part_numel(layout.shard, numels, dp), dp)
+    return total
 
 
 def _held(
