@@ -3,6 +3,7 @@
     python bench/speed.py --out speed.json          # two GPUs: Llama-3-8B and 70B-shaped layers
     python bench/speed.py --small                   # two CPU processes, a rehearsal
     python bench/speed.py --only dp2 --trace DIR    # one step more, profiled: which communication is exposed
+    python bench/speed.py --only dp2 --overlap-dp off   # the same by collectives
 
 Random weights and tokens, bf16, nothing but the step itself: two steps to warm up, the median of four. No other
 trainer is compared here. Predictions are written to the output file before the first step is run.
@@ -27,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
-from triweave.config.schema import DataConfig, ModelConfig, Run
+from triweave.config.schema import DataConfig, ModelConfig, Run, RuntimeConfig
 from triweave.config.validate import ResolvedRun
 from triweave.layout import Layout, even_layers
 from triweave.llama import StageInput
@@ -92,7 +93,11 @@ def measure(jobs: list[dict[str, Any]], out: Path, process: Process) -> int:
 def measure_one(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Median step and peak of one job; an out-of-memory error is an answer too."""
     spec, layout, seq, batch = job["spec"], job["layout"], job["seq"], job["batch"]
-    run = Run(model=ModelConfig(path="", weights="random"), data=DataConfig(train=("",), seq_len=seq))
+    run = Run(
+        model=ModelConfig(path="", weights="random"),
+        data=DataConfig(train=("",), seq_len=seq),
+        runtime=RuntimeConfig(overlap_dp=job["overlap_dp"]),
+    )
     resolved = ResolvedRun(run, spec, layout, None, layout.micro_batches(batch), layout.world_size)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -116,8 +121,9 @@ def measure_one(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
         traced = {} if job["trace"] is None else trace_step(engine, work, job["trace"] / f"{job['file']}.json")
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
-    allocated, reserved = peak_memory(device)
+    allocated, reserved = peak_memory(device, engine.unseen_bytes)
     return {
+        "carried_by": (engine.sharding.memory if layout.dp > 1 else engine.tp.transport).name,
         "step_s": sorted(times[WARM_UP:])[TIMED // 2],
         "allocated_gib": allocated / 2**30,
         "reserved_gib": reserved / 2**30,
@@ -149,6 +155,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", default="", help="layouts whose name holds one of these, between commas")
     parser.add_argument("--model", default="", help="models whose name holds this")
+    parser.add_argument("--overlap-dp", choices=("auto", "off"), default="auto", help="runtime.overlap_dp")
     parser.add_argument("--trace", type=Path, help="folder for a trace of each layout, and exposed NCCL time in --out")
     options = parser.parse_args()
     cluster = parse_cluster("1x2xh200-141gb")
@@ -180,6 +187,7 @@ def main() -> int:
                     "seq": seq,
                     "batch": batch,
                     "trace": options.trace,
+                    "overlap_dp": options.overlap_dp,
                     "file": file,
                 }
             )
@@ -189,7 +197,7 @@ def main() -> int:
         return code
     print(
         "model | layout | step s | predicted | tokens/s/GPU | full MFU | allocated GiB (rank 0) | predicted"
-        " | NCCL ms | exposed"
+        " | NCCL ms | exposed | carried by"
     )
     for row in json.loads(options.out.read_text()):
         if row.get("out_of_memory"):
@@ -201,7 +209,7 @@ def main() -> int:
             f"{row['model']} | {row['layout']} | {row['step_s']:.3f} | {row['predicted_step_s']:.3f}"
             f" | {row['tokens'] / row['step_s'] / 2:,.0f} | {row['flops'] / row['step_s']:.1%}"
             f" | {row['allocated_gib']:.2f} | {row['predicted_allocated_gib']:.2f}"
-            f" | {1e3 * row.get('total_s', 0):.1f} | {1e3 * row.get('exposed_s', 0):.1f}"
+            f" | {1e3 * row.get('total_s', 0):.1f} | {1e3 * row.get('exposed_s', 0):.1f} | {row['carried_by']}"
         )
     return 0
 

@@ -119,8 +119,8 @@ def main(rank: int) -> None:
     with FakeTensorMode():
         groups = make_groups(LAYOUT, SPEC, channels(ONE_MICRO_BATCH), torch.device("cpu"))
         tp = TensorParallel(groups.tp, LAYOUT.uses_sequence_parallel, WeightGradients())
-        stages, units = build_stages(SPEC, LAYOUT, groups, tp, AttentionKernel(), torch.bfloat16)
-        sharding, journal = Sharding(units, groups), Journal(rank)
+        stages, units, memory = build_stages(SPEC, LAYOUT, groups, tp, AttentionKernel(), torch.bfloat16, "auto")
+        sharding, journal = Sharding(units, groups, memory), Journal(rank)
         activations = (SEQ // LAYOUT.tp, LAYOUT.micro_batch, SPEC.hidden_size)
         hooks = (sharding.begin, sharding.end_backward)
         pipeline = Pipeline(stages, groups, tp.weight_gradients, activations, torch.bfloat16, *hooks)

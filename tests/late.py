@@ -16,7 +16,7 @@ from torch import Tensor
 
 from triweave.collectives import Pending, all_reduce, gather_into, reduce_scatter_into
 from triweave.groups import Group
-from triweave.sharding import unit as units
+from triweave.transport import buffers
 
 
 @dataclass
@@ -65,8 +65,8 @@ def _late_gather(out: Tensor, x: Tensor, group: Group, *, async_op: bool) -> Lat
 def late_collectives() -> Iterator[None]:
     """Units of this process gather and reduce late."""
     with (
-        patch.object(units, "gather_into", _late_gather),
-        patch.object(units, "reduce_scatter_into", _late_reduce_scatter),
-        patch.object(units, "start_all_reduce", _late_all_reduce),
+        patch.object(buffers, "gather_into", _late_gather),
+        patch.object(buffers, "reduce_scatter_into", _late_reduce_scatter),
+        patch.object(buffers, "start_all_reduce", _late_all_reduce),
     ):
         yield

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -56,6 +56,16 @@ class Stream:
     cuda_stream: int
     queue: list[Step] = field(default_factory=list)
 
+    def record_event(self) -> Event:
+        """As torch's."""
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_stream(self, other: Stream) -> None:
+        """As torch's."""
+        self.wait_event(other.record_event())
+
     def wait_event(self, event: Event) -> None:
         """As torch's."""
         number = len(event.records) - 1
@@ -70,6 +80,13 @@ class Gpu:
         self.streams = [Stream(self, 0), Stream(self, 1)]
         self.current = self.streams[0]
         self.held: list[Tensor] = []  # a GPU's memory is given to others in the order of its streams, a host's at once
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """As torch.cuda.stream."""
+        former, self.current = self.current, stream
+        yield
+        self.current = former
 
     def batch(self, stream: int, count: int, operations: Sequence[MemoryOperation], flags: int) -> int:
         """As cuStreamBatchMemOp."""
@@ -98,6 +115,7 @@ class Gpu:
         """Queue what `function` does."""
         with ExitStack() as stack:
             stack.enter_context(patch("torch.cuda.current_stream", lambda: self.current))
+            stack.enter_context(patch("torch.cuda.stream", self.stream))
             stack.enter_context(patch("torch.cuda.Event", Event))
             stack.enter_context(_Late(self))
             return function()

@@ -25,6 +25,7 @@ from triweave.parameters import LocalParameter, stage_parameters
 from triweave.sharding import ALIGNMENT, Unit, make_units, place_parameters
 from triweave.training.engine import Engine
 from triweave.training.step import Batch, evaluate_step, train_step
+from triweave.transport.buffers import PlainMemory
 from triweave.verify.reference import Sample
 
 SEQ = 8
@@ -39,7 +40,9 @@ def unit_of(parameters: list[LocalParameter], dp: int, rank: int, shard: Shard) 
     """A unit as data-parallel rank `rank` of `dp` holds it; nothing communicates."""
     group = Group(tuple(range(dp)), rank)
     groups = Groups(Layout(dp=dp), rank, CPU, group, alone(), group, alone(), alone())
-    return Unit("layers.0", parameters, groups, shard, torch.float32)
+    unit = Unit("layers.0", parameters, groups, shard, torch.float32)
+    unit.allocate(PlainMemory(group, CPU))
+    return unit
 
 
 @given(
@@ -95,7 +98,10 @@ def test_wrong_plan_is_seen() -> None:
     def place(parameters: list[LocalParameter]) -> None:
         with torch.device("meta"):
             stage = Stage(spec, layout, 0, TensorParallel(), AttentionKernel(), torch.empty(2))
-        place_parameters(stage, make_units(parameters, groups, "none", torch.float32))
+        units = make_units(parameters, groups, "none", torch.float32)
+        for unit in units:
+            unit.allocate(PlainMemory(alone(), CPU))
+        place_parameters(stage, units)
 
     place(planned)
     with pytest.raises(RuntimeError, match=r"lm_head.weight is not in the plan"):

@@ -160,6 +160,8 @@ class RuntimeConfig:
     """Seconds after which a rank that waits for the others gives up."""
     overlap_tp: Literal["auto", "off"] = "auto"
     """Tensor-parallel communication behind products: `auto` where GPUs can copy from one another (the log says)."""
+    overlap_dp: Literal["auto", "off"] = "auto"
+    """Weights and gradients of replicas on one host copied from GPU to GPU, not by collectives, likewise."""
     deterministic: bool = False
     """Use only kernels whose result does not depend on timing; slower."""
 

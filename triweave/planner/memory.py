@@ -18,14 +18,23 @@ from operator import mul
 
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
-from triweave.overlap import exchange_bytes
+from triweave.overlap import FLAG_BYTES, exchange_bytes
 from triweave.parameters import has_tied_copy, holds_embedding, holds_head
 from triweave.planner.assumptions import OURS, Assumptions
 from triweave.planner.memory_moments import Moment, worst_moments
 from triweave.planner.memory_stage import Peak, StageTapes, components_of, stage_tapes
-from triweave.planner.memory_states import ParameterUnit, States, stage_units, states_of, weight_gradient_cache
-from triweave.planner.sizes import Sizes, sizes_of
+from triweave.planner.memory_states import (
+    ParameterUnit,
+    States,
+    data_parallel_size,
+    numel_of,
+    stage_units,
+    states_of,
+    weight_gradient_cache,
+)
+from triweave.planner.sizes import DTYPE_BYTES, Sizes, sizes_of
 from triweave.schedule.actions import Kind
+from triweave.sharing import MOST_RANKS, buffer_sizes, part_numel, staging_bytes
 
 _TOKEN_BYTES = 8
 
@@ -137,8 +146,6 @@ class _RankPeak:
     kept: int
     """The most that stands and is kept for backward at once."""
     allocated: int
-    slice_bytes: int
-    """An activation between layers, `[seq/tp, batch, hidden]`."""
 
 
 def _each_rank_peak(
@@ -166,7 +173,7 @@ def _each_rank_peak(
         states = states_of(units, layout, dtype, a)
         standing = _standing_bytes(spec, layout, rank, s, num_micro_batches, dtype, a, units, states)
         stage_of = dict(zip(stages, found, strict=True))
-        yield _rank_peak(rank, stage_of, standing, states.step_working_set, moments, s.slice)
+        yield _rank_peak(rank, stage_of, standing, states.step_working_set, moments)
 
 
 class _Stage:
@@ -191,7 +198,6 @@ def _rank_peak(
     standing: Mapping[str, int],
     step_bytes: int,
     moments: tuple[Moment, ...],
-    slice_bytes: int,
 ) -> _RankPeak:
     base = sum(standing.values())
     kept = [stage.kept_bytes for stage in stages.values()]
@@ -208,11 +214,9 @@ def _rank_peak(
             best, best_bytes = moment, here
     tapes = {stage: one.tapes for stage, one in stages.items()}
     if best is None or step_bytes > best_bytes:
-        return _RankPeak(
-            rank, tapes, standing, None, None, step_bytes, base + most_kept, base + step_bytes, slice_bytes
-        )
+        return _RankPeak(rank, tapes, standing, None, None, step_bytes, base + most_kept, base + step_bytes)
     peak = stages[best.stage].peak(best.kind)
-    return _RankPeak(rank, tapes, standing, best, peak, step_bytes, base + most_kept, base + best_bytes, slice_bytes)
+    return _RankPeak(rank, tapes, standing, best, peak, step_bytes, base + most_kept, base + best_bytes)
 
 
 def _rank_memory(found: _RankPeak, spec: ModelSpec, layout: Layout, a: Assumptions) -> StageMemory:
@@ -272,6 +276,8 @@ def _standing_bytes(
         # The next message is received and the last ones are sent while an action computes.
         neighbours = 1 if rank in (0, layout.pp - 1) and layout.vpp == 1 else 2
         standing["p2p buffers"] = (1 + neighbours) * s.slice
+    if a.bookkeeping == "ours":
+        standing["copies between ranks"] = _shared_beside(layout, units, s, dtype)
     if a.weight_gradient_cache:
         standing["weight gradient cache"] = weight_gradient_cache(spec, layout, units, dtype)
     if a.bookkeeping == "megatron" and head and s.sequence_parallel and a.loss != "gathered":
@@ -283,6 +289,20 @@ def _standing_bytes(
         # Ring attention receives the next keys and values while it computes with the present ones.
         standing["context parallel buffers"] = 4 * s.key_value
     return {name: size for name, size in standing.items() if size}
+
+
+def _shared_beside(layout: Layout, units: list[ParameterUnit], s: Sizes, dtype: str) -> int:
+    """What copies by the GPUs of one host take beside the tensors: flags, and slices and parts under way.
+
+    Groups that span hosts, or runs that switch the copies off, do without: for them this is too much by as much.
+    """
+    total = exchange_bytes(layout.tp, s.slice) if layout.uses_sequence_parallel else 0
+    dp = data_parallel_size(layout)
+    if 1 < dp <= MOST_RANKS:
+        numels = [numel_of(unit, dp) for unit in units]
+        sizes = [buffer_sizes(layout.shard, numel, DTYPE_BYTES[dtype]) for numel in numels]
+        total += FLAG_BYTES * sum(map(len, sizes)) + staging_bytes(part_numel(layout.shard, numels, dp), dp)
+    return total
 
 
 def _held(moment: Moment, tapes: Mapping[int, StageTapes]) -> list[tuple[Mapping[str, int], int]]:
@@ -300,17 +320,13 @@ def _others(moment: Moment) -> str:
 
 
 def _beside(peak: _RankPeak, allocated: int, spec: ModelSpec, layout: Layout, a: Assumptions) -> dict[str, int]:
-    """What the allocator, the driver, NCCL and the copy engines' exchange take beside the tensors."""
+    """What the allocator, the driver and NCCL take beside the tensors."""
     groups = sum(layout.size(axis) > 1 for axis in ("tp", "cp", "dp")) + (layout.world_size > 1)
     # Slices are summed over replica groups, beside the shard groups' own collectives.
     groups += layout.uses_shard_groups
     channels = 2 * (layout.pp > 1) * (1 if peak.rank in (0, layout.pp - 1) else 2) + has_tied_copy(spec, layout)
-    beside = {
+    return {
         "allocator": int(allocated * a.fragmentation_share),
         "CUDA context": a.context_bytes,
         "NCCL": groups * a.nccl_bytes_per_group + channels * a.nccl_bytes_per_channel,
     }
-    if a.bookkeeping == "ours" and layout.tp > 1 and layout.uses_sequence_parallel:
-        # Symmetric memory comes from the driver and not from the caching allocator.
-        beside["exchange of slices"] = exchange_bytes(layout.tp, peak.slice_bytes)
-    return beside

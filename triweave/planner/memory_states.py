@@ -88,6 +88,11 @@ def data_parallel_size(layout: Layout) -> int:
     return layout.shard_ranks if layout.uses_shard_groups else layout.replicas
 
 
+def numel_of(unit: ParameterUnit, dp: int) -> int:
+    """Elements of our flat buffer of a unit, its padding included."""
+    return unit.numel(_ALIGNMENT * dp)
+
+
 def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumptions) -> States:
     """Bytes of a rank that holds `units`, under `layout.shard`."""
     dp = data_parallel_size(layout)
@@ -96,7 +101,7 @@ def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumpt
         sizes = [_round_up(sum(sum(unit.shapes) for unit in units), dp * 128)]
         largest = max((sum(unit.shapes) for unit in units), default=0)
     else:
-        sizes = [unit.numel(_ALIGNMENT * dp) for unit in units]
+        sizes = [numel_of(unit, dp) for unit in units]
         largest = max(sizes, default=0)
     numel = sum(sizes)
     owned = numel if shard == "none" else numel // dp

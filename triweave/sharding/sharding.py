@@ -17,6 +17,7 @@ from triweave.schedule.actions import Action, Kind
 from triweave.sharding.hooks import Passes, surround
 from triweave.sharding.overlap import Gradients, Weights
 from triweave.sharding.unit import Unit
+from triweave.transport.buffers import Memory
 
 
 class Use(NamedTuple):
@@ -31,8 +32,10 @@ class Use(NamedTuple):
 class Sharding:
     """All units of one rank."""
 
-    def __init__(self, units: list[Unit], groups: Groups) -> None:
+    def __init__(self, units: list[Unit], groups: Groups, memory: Memory) -> None:
+        """Take units that were allocated in `memory`."""
         self.units = units
+        self.memory = memory
         self.groups = groups
         self._uses: dict[int, list[Use]] = {}
         self._weights = Weights()
@@ -50,21 +53,24 @@ class Sharding:
         for module, unit, reads_weights_again in self._uses[stage]:
             surround(module, self._passes(unit, weight_gradients, reads_weights_again))
         # The last module's forward and backward come when most is kept; the others' forwards have hidden what is left.
-        self._uses[stage][-1].module.register_forward_pre_hook(lambda *_: self._gradients.let_go())
+        gradients = self._gradients
+        self._uses[stage][-1].module.register_forward_pre_hook(lambda *_: gradients.let_go())
 
     def _passes(self, unit: Unit, weight_gradients: WeightGradients, reads_weights_again: bool) -> Passes:
+        # Modules hold what is made here, and this object holds modules: were it held in turn, nobody would free them
+        # and their buffers when a run is over, before Python's cycle collector happens to pass.
+        weights, gradients = self._weights, self._gradients
+
         def before_backward() -> None:
             if reads_weights_again:
-                self._weights.use(unit)
-            weight_gradients.submit(partial(self._gradients.open, unit))
+                weights.use(unit)
+            weight_gradients.submit(partial(gradients.open, unit))
 
         def after_backward() -> None:
-            self._weights.leave(unit)
-            weight_gradients.submit(partial(self._gradients.close, unit))
+            weights.leave(unit)
+            weight_gradients.submit(partial(gradients.close, unit))
 
-        return Passes(
-            partial(self._weights.use, unit), partial(self._weights.leave, unit), before_backward, after_backward
-        )
+        return Passes(partial(weights.use, unit), partial(weights.leave, unit), before_backward, after_backward)
 
     # --- one run of the schedule ------------------------------------------------------------------------------
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from triweave.collectives import gather_into, reduce_scatter_into, start_all_reduce
 from triweave.groups import Groups
 from triweave.layout import Shard
 from triweave.parameters import LocalParameter, Piece
+from triweave.sharing import shares_sums, shares_weights
+from triweave.transport.buffers import Buffer, Memory, PlainBuffer, PlainMemory, Work
 
 ALIGNMENT = 64
 """Elements between which parameters start in a flat buffer: 128 bytes in bf16, what fast kernels ask for."""
@@ -39,8 +39,11 @@ class Unit:
         shard: Shard,
         dtype: torch.dtype,
     ) -> None:
+        """Lay the parameters out; `allocate` makes the buffers."""
         self.name = name
         self.dp = groups.dp
+        self.device = groups.device
+        self.dtype = dtype
         self.shard: Shard = shard if self.dp.size > 1 else "none"
         # Decayed parameters first, so that decay is one slice of the buffer.
         self.parameters = sorted(parameters, key=lambda parameter: not parameter.decay)
@@ -57,18 +60,30 @@ class Unit:
         self.shard_stop = self.numel if whole else self.shard_start + self.numel // self.dp.size
         self.tied_copies = groups.tied.size if name == "embed" else 1
 
-        device = groups.device
-        self.weight = torch.zeros(self.numel, dtype=dtype, device=device)
-        self._gathering: dist.Work | None = None
         self.master = torch.empty(0)
-        whole_gradients = self.shard in ("none", "optimizer")
-        self.whole_gradient = self._zeros(self.numel, device) if whole_gradients else None
-        self.gradient = (
-            self._owned(self.whole_gradient)
-            if self.whole_gradient is not None
-            else self._zeros(self.shard_stop - self.shard_start, device)
-        )
+        self._gathering: Work | None = None
         self._holders: dict[str, nn.Parameter] = {}
+
+    def allocate(self, memory: Memory) -> None:
+        """Make the buffers, of zeros: in `memory` those that stand all through a run and are whole."""
+        plain = PlainMemory(self.dp, self.device)
+        self._weights = (memory if shares_weights(self.shard) else plain).buffer(self.numel, self.dtype)
+        self._sums: Buffer | None = memory.buffer(self.numel, torch.float32) if shares_sums(self.shard) else None
+        self.gradient = (
+            self._zeros(self.shard_stop - self.shard_start, self.device)
+            if self._sums is None
+            else self._owned(self._sums.whole)
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """The flat buffer of whole weights, `[numel]`."""
+        return self._weights.whole
+
+    @property
+    def whole_gradient(self) -> Tensor | None:
+        """The flat buffer of whole gradient sums, float32 `[numel]`, if there is one now."""
+        return None if self._sums is None else self._sums.whole
 
     @staticmethod
     def _zeros(numel: int, device: torch.device) -> Tensor:
@@ -108,9 +123,7 @@ class Unit:
     def adopt_weights(self) -> None:
         """Take the float32 master shard from the weights that were just written into the parameters."""
         shard = self._owned(self.weight)
-        # In float32 the weights are their own master, unless they are freed between uses.
-        same = self.weight.dtype is torch.float32 and self.shard != "full"
-        self.master = shard if same else shard.to(torch.float32, copy=True)
+        self.master = shard if self._is_own_master else shard.to(torch.float32, copy=True)
         self.release()
 
     def publish(self) -> None:
@@ -130,6 +143,12 @@ class Unit:
         self.prefetch()
         self.finish_gather()
 
+    def own(self) -> None:
+        """Before the optimizer writes the masters: in float32 they are the weights, which peers may still be taking."""
+        self.finish_gather()
+        if self._is_own_master:
+            self._weights.reclaim()
+
     def finish_gather(self) -> None:
         """Wait for a gather that was started (on a GPU: make the current stream wait)."""
         if self._gathering is not None:
@@ -143,11 +162,16 @@ class Unit:
             self.weight.untyped_storage().resize_(0)
 
     def _start_gather(self) -> None:
-        mine = self._owned(self.weight)
-        if mine.data_ptr() != self.master.data_ptr():
-            mine.copy_(self.master)
+        if not self._is_own_master:
+            self._weights.reclaim()
+            self._owned(self.weight).copy_(self.master)
         if self.shard != "none":
-            self._gathering = gather_into(self.weight, mine, self.dp, async_op=True)
+            self._gathering = self._weights.gather()
+
+    @property
+    def _is_own_master(self) -> bool:
+        """In float32 the weights are their own master, unless they are freed between uses."""
+        return self.dtype is torch.float32 and self.shard != "full"
 
     # --- gradients --------------------------------------------------------------------------------------------
 
@@ -158,12 +182,16 @@ class Unit:
 
     def zero_gradients(self) -> None:
         """Set the gradient sums to zero for a new step."""
-        (self.gradient if self.whole_gradient is None else self.whole_gradient).zero_()
+        if self._sums is None:
+            self.gradient.zero_()
+        else:
+            self._sums.reclaim()
+            self._sums.whole.zero_()
 
     def begin_gradients(self) -> None:
         """Make room for whole gradients before the unit's backward, where only shards are kept."""
-        if self.whole_gradient is None:
-            self.whole_gradient = self._zeros(self.numel, self.gradient.device)
+        if self._sums is None:
+            self._sums = PlainBuffer(self._zeros(self.numel, self.device), self.dp)
             self._place_main_grads()
 
     def start_reduction(self) -> Reduction:
@@ -172,18 +200,14 @@ class Unit:
         Raises:
             RuntimeError: there are no whole gradients, which is a bug.
         """
-        whole = self.whole_gradient
-        if whole is None:
+        sums = self._sums
+        if sums is None:
             raise RuntimeError(f"{self.name} has no whole gradients to reduce")
-        if self.shard == "none":
-            _, work = start_all_reduce(whole, self.dp)
-        else:
-            # In place, as NCCL allows it where the output is this rank's slice of the input: no buffer, no copy.
-            work = reduce_scatter_into(self._owned(whole), whole, self.dp, async_op=True)
+        work = sums.all_reduce() if self.shard == "none" else sums.reduce_scatter()
         if self.shards_gradients:
-            self.whole_gradient = None
+            self._sums = None
             self._place_main_grads()
-        return Reduction(self, whole, work)
+        return Reduction(self, sums.whole, work)
 
     def add_reduced(self, whole: Tensor) -> None:
         """Take what a reduction gave: where only shards are kept, add it to this rank's sums."""
@@ -208,7 +232,7 @@ class Reduction:
     unit: Unit
     whole: Tensor
     """Held here until the collective is done with it."""
-    work: dist.Work | None
+    work: Work | None
 
     def finish(self) -> None:
         """Wait for it (on a GPU: make the current stream wait) and hand its result to the unit."""
@@ -218,7 +242,7 @@ class Reduction:
 
 
 def make_units(parameters: Iterable[LocalParameter], groups: Groups, shard: Shard, dtype: torch.dtype) -> list[Unit]:
-    """Group a stage's parameters into units, in model order."""
+    """Group a stage's parameters into units, in model order; they have no buffers yet."""
     by_unit: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         by_unit.setdefault(parameter.unit, []).append(parameter)

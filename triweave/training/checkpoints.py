@@ -97,6 +97,8 @@ def load_checkpoint(folder: Path, engine: Engine) -> RunProgress:
     """
     progress = read_progress(folder)
     reader = CheckpointReader(folder)
+    for unit in engine.sharding.units:
+        unit.own()
     _check_model(reader.read_metadata(), engine.spec, folder)
     try:
         with _quiet():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -18,15 +19,19 @@ from triweave.layers.tensor_parallel import TensorParallel
 from triweave.layout import Layout
 from triweave.llama import Stage
 from triweave.model_spec import ModelSpec
+from triweave.overlap import exchange_bytes
 from triweave.parameters import stage_parameters
 from triweave.pipeline import Pipeline
 from triweave.schedule.actions import PipelineSchedule
 from triweave.schedule.build import build_schedule
 from triweave.schedule.dataflow import channels
 from triweave.sharding import Sharding, Unit, Use, make_units, place_parameters
+from triweave.sharing import buffer_sizes, part_numel
 from triweave.training.optimizer import ShardedAdamW
 from triweave.training.weights import draw_weights, load_weights
-from triweave.transport.choose import choose_transport
+from triweave.transport.buffers import Memory
+from triweave.transport.choose import choose_memory, choose_transport
+from triweave.transport.copy_engine import CopyEngines
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -45,6 +50,15 @@ class Engine:
     pipeline: Pipeline
     schedule: PipelineSchedule
     optimizer: ShardedAdamW
+
+    @property
+    def unseen_bytes(self) -> int:
+        """Memory that peers read and write: the caching allocator's statistics do not have it."""
+        transport = self.tp.transport
+        exchanged = 0
+        if isinstance(transport, CopyEngines):
+            exchanged = exchange_bytes(self.tp.size, transport.received[self.tp.rank].nbytes)
+        return exchanged + self.sharding.memory.unseen_bytes
 
 
 def build_engine(
@@ -70,7 +84,7 @@ def build_engine(
     )
     tp = TensorParallel(groups.tp, sequence_parallel, WeightGradients(), transport)
 
-    stages, units = build_stages(spec, layout, groups, tp, kernel, dtype)
+    stages, units, memory = build_stages(spec, layout, groups, tp, kernel, dtype, run.runtime.overlap_dp)
     if fill is not None:
         fill(units)
     elif run.model.weights == "load":
@@ -78,7 +92,7 @@ def build_engine(
     else:
         draw_weights(units, spec, run.seed)
 
-    sharding = Sharding(units, groups)
+    sharding = Sharding(units, groups, memory)
     if layout.dp > 1:
         for number, stage in stages.items():
             sharding.follow(number, uses_of(stage, units), tp.weight_gradients)
@@ -102,11 +116,21 @@ def build_stages(
     tp: TensorParallel,
     kernel: AttentionKernel,
     dtype: torch.dtype,
-) -> tuple[dict[int, Stage], list[Unit]]:
-    """This rank's virtual stages, and the units that hold their parameters (still without values)."""
+    overlap_dp: Literal["auto", "off"],
+) -> tuple[dict[int, Stage], list[Unit], Memory]:
+    """This rank's virtual stages, the units that hold their parameters (still without values), and where those lie."""
     numbers = layout.stages_of(groups.at.pp)
     parameters = [p for number in numbers for p in stage_parameters(spec, layout, number, groups.tp.rank)]
     units = make_units(parameters, groups, layout.shard, dtype)
+    memory = choose_memory(
+        overlap_dp,
+        groups.dp,
+        groups.device,
+        [size for unit in units for size in buffer_sizes(unit.shard, unit.numel, dtype.itemsize)],
+        part_numel(layout.shard, [unit.numel for unit in units], groups.dp.size) if groups.dp.size > 1 else 0,
+    )
+    for unit in units:
+        unit.allocate(memory)
     frequencies = inverse_frequencies(spec).to(groups.device)
     stages: dict[int, Stage] = {}
     for number in numbers:
@@ -115,7 +139,7 @@ def build_stages(
         names = {parameter.name for parameter in stage_parameters(spec, layout, number, groups.tp.rank)}
         place_parameters(stage, [unit for unit in units if names & {p.name for p in unit.parameters}])
         stages[number] = stage
-    return stages, units
+    return stages, units, memory
 
 
 def uses_of(stage: Stage, units: list[Unit]) -> Iterator[Use]:

@@ -152,7 +152,8 @@ class _Training:
 
     def peak_over_ranks(self) -> tuple[float, float]:
         """Largest peak of allocated and of reserved bytes over all ranks."""
-        peaks = torch.tensor(peak_memory(self.engine.groups.device), device=self.engine.groups.device)
+        device = self.engine.groups.device
+        peaks = torch.tensor(peak_memory(device, self.engine.unseen_bytes), device=device)
         allocated, reserved = all_reduce(peaks, self.engine.groups.world, torch.distributed.ReduceOp.MAX).tolist()
         return allocated, reserved
 

@@ -126,10 +126,16 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def peak_memory(device: torch.device) -> tuple[float, float]:
-    """Peak bytes allocated and reserved so far; on the CPU the process's largest resident size, twice."""
+def peak_memory(device: torch.device, unseen_bytes: int = 0) -> tuple[float, float]:
+    """Peak bytes allocated and reserved so far; on the CPU the process's largest resident size, twice.
+
+    Args:
+        device: whose memory.
+        unseen_bytes: what stands beside what the caching allocator counts (`Engine.unseen_bytes`).
+    """
     if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device)), float(torch.cuda.max_memory_reserved(device))
+        peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return float(peaks[0] + unseen_bytes), float(peaks[1] + unseen_bytes)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     return resident, resident
 

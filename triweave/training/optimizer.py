@@ -52,8 +52,7 @@ class ShardedAdamW:
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         for part in self.parts:
-            # In float32 the weights are the masters: a gather of the last ones may still be reading them.
-            part.unit.finish_gather()
+            part.unit.own()
             # Assigned every step: units that keep only shards may have a new buffer.
             part.parameter.grad = part.unit.gradient[part.inside]
         # The fused kernel divides while it reads, and writes the quotient back: one pass less than scaling before.

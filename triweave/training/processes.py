@@ -65,6 +65,10 @@ def process_group(process: Process, device: torch.device, timeout_s: int) -> Ite
         timeout=timedelta(seconds=timeout_s),
     )
     yield
+    if device.type == "cuda":
+        # What peers copy out of this rank's memory, and it out of theirs, is done before anyone is gone.
+        torch.cuda.synchronize(device)
+        dist.barrier(device_ids=[device.index])
     dist.destroy_process_group()
 
 

@@ -1,9 +1,10 @@
-"""Which transport a run gets: the copy engines wherever they reach, collectives elsewhere."""
+"""Which transports a run gets: the copy engines wherever they reach, collectives elsewhere."""
 
 from __future__ import annotations
 
 import socket
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from triweave.groups import Group
+from triweave.sharing import MOST_RANKS, shared_bytes
+from triweave.transport.buffers import Memory, PlainMemory
 from triweave.transport.copy_engine import copy_engines
 from triweave.transport.interface import Transport
 from triweave.transport.plain import Collectives
+from triweave.transport.shared_memory import SharedMemory, allocate, share
 
 
 def choose_transport(
@@ -45,6 +49,46 @@ def choose_transport(
     if _all(found is not None, group, device) and found is not None:
         return found
     return Collectives(group, sequence_parallel, f"no symmetric memory: {why}")
+
+
+def choose_memory(
+    wanted: Literal["auto", "off"], group: Group, device: torch.device, sizes: Sequence[int], part: int
+) -> Memory:
+    """Where the data-parallel axis keeps its buffers, for `runtime.overlap_dp`. All ranks of the group call it.
+
+    Args:
+        wanted: `off`, or `auto` for the best that this machine has.
+        group: the data-parallel group.
+        device: this rank's.
+        sizes: bytes of the buffers that peers are to read.
+        part: elements of one peer's part of a piece of gradient sums.
+    """
+    if group.size == 1:
+        return PlainMemory(group, device)
+    if wanted == "off":
+        return PlainMemory(group, device, "runtime.overlap_dp is off")
+    if device.type != "cuda":
+        return PlainMemory(group, device, f"no copy engines on {device.type}")
+    if not sizes:
+        return PlainMemory(group, device, "layout.shard is full: buffers come and go")
+    if group.size > MOST_RANKS or not _peers_are_reached(group, device):
+        return PlainMemory(group, device, "GPUs do not reach each other's memory")
+    mine: torch.Tensor | None = None
+    found: SharedMemory | None = None
+    why = "another rank could not"
+    try:
+        mine = allocate(shared_bytes(sizes), device)
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+    # Whoever has none must not leave the others waiting for it.
+    if _all(mine is not None, group, device) and mine is not None:
+        try:
+            found = share(mine, group, part)
+        except (RuntimeError, OSError) as error:
+            why = str(error).partition("\n")[0]
+        if _all(found is not None, group, device) and found is not None:
+            return found
+    return PlainMemory(group, device, f"no symmetric memory: {why}")
 
 
 def _peers_are_reached(group: Group, device: torch.device) -> bool:
