@@ -14,7 +14,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if not INTERPRETED and (DEVICE == "cpu" or find_spec("triton") is None):
     pytest.skip("neither a GPU with Triton nor Triton's interpreter", allow_module_level=True)
 
-from triweave.kernels import cross_entropy, norm, partial_sums, rotary, swiglu  # noqa: E402
+from triweave.config.schema import OptimizerConfig  # noqa: E402
+from triweave.kernels import adamw, cross_entropy, norm, partial_sums, rotary, swiglu  # noqa: E402
 from triweave.layers.rotary import Rotation  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -76,6 +77,30 @@ def test_swiglu_is_the_formula(rows: int, width: int, dtype: torch.dtype) -> Non
     near(swiglu.swiglu_forward(gate_up), expected.detach(), slack=2)
     (gradient,) = torch.autograd.grad(expected, whole, upstream.double())
     near(swiglu.swiglu_backward(upstream, gate_up), gradient, slack=2)
+
+
+@pytest.mark.parametrize("divisor", [None, 3.7])
+@pytest.mark.parametrize("numel", [64, 5000])
+def test_adamw_is_torchs(numel: int, divisor: float | None) -> None:
+    """Masters and moments follow torch's AdamW in float64 over five steps, and the weights are the masters rounded."""
+    config = OptimizerConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    master, weight = random(numel), torch.full((numel,), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+    moments = [torch.zeros_like(master) for _ in range(2)]
+    theirs = torch.nn.Parameter(master.double())
+    optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=config.betas, eps=config.eps, weight_decay=0.1)
+    by = None if divisor is None else torch.tensor(divisor, device=DEVICE)
+    for step in range(1, 6):
+        gradient = random(numel, seed=step)
+        rates = adamw.step_rates(torch.tensor(float(step), device=DEVICE), by, 1e-2, config)
+        adamw.adamw_step(
+            master, *moments, gradient, weight, rates, config, learning_rate=1e-2, weight_decay=config.weight_decay
+        )
+        theirs.grad = gradient.double() / (divisor or 1.0)
+        optimizer.step()
+        torch.testing.assert_close(master.double(), theirs.detach(), rtol=2e-6, atol=2e-7)
+        for ours, name in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):
+            torch.testing.assert_close(ours.double(), optimizer.state[theirs][name], rtol=2e-5, atol=1e-7)
+        near(weight, master.double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -130,11 +130,11 @@ class Sharding:
         """This rank's share of the squared norm of all gradients: every element counts once over the whole grid."""
         total = torch.zeros((), dtype=torch.float32, device=self.groups.device)
         for unit in self.units:
-            square = unit.gradient.square().sum()
+            square = _squared_norm(unit.gradient)
             for segment in unit.segments():
                 inside = unit.in_shard(segment.start, segment.stop)
                 if segment.piece.replicas > 1 and inside is not None:
-                    square -= (1 - 1 / segment.piece.replicas) * unit.gradient[inside].square().sum()
+                    square -= (1 - 1 / segment.piece.replicas) * _squared_norm(unit.gradient[inside])
             whole = unit.dp.size if unit.shard == "none" else 1
             total += square / (whole * unit.tied_copies)
         return total
@@ -143,3 +143,9 @@ class Sharding:
         """Start to bring the weights up to date with the master shards; each unit's next use waits for its own."""
         for unit in self.units:
             unit.publish()
+
+
+def _squared_norm(x: Tensor) -> Tensor:
+    # One pass: a square and then a sum would write and read as many numbers again.
+    norm: Tensor = torch.linalg.vector_norm(x)
+    return norm.square()

@@ -62,6 +62,7 @@ class Unit:
 
         self.master = torch.empty(0)
         self._gathering: Work | None = None
+        self._is_written = False
         self._holders: dict[str, nn.Parameter] = {}
 
     def allocate(self, memory: Memory) -> None:
@@ -149,6 +150,17 @@ class Unit:
         if self._is_own_master:
             self._weights.reclaim()
 
+    def own_weights(self) -> Tensor | None:
+        """This rank's shard of the whole weights, for the optimizer to write when it writes the masters.
+
+        None where the masters are the weights, or where whole weights are freed between uses.
+        """
+        if self._is_own_master or self.shard == "full":
+            return None
+        self._weights.reclaim()
+        self._is_written = True
+        return self._owned(self.weight)
+
     def finish_gather(self) -> None:
         """Wait for a gather that was started (on a GPU: make the current stream wait)."""
         if self._gathering is not None:
@@ -162,9 +174,10 @@ class Unit:
             self.weight.untyped_storage().resize_(0)
 
     def _start_gather(self) -> None:
-        if not self._is_own_master:
+        if not (self._is_own_master or self._is_written):
             self._weights.reclaim()
             self._owned(self.weight).copy_(self.master)
+        self._is_written = False
         if self.shard != "none":
             self._gathering = self._weights.gather()
 

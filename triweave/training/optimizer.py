@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from triweave.config.schema import OptimizerConfig
+from triweave.kernels.dispatch import uses_kernels
 from triweave.sharding import Unit
 
 
@@ -24,9 +25,13 @@ class Part:
 
 
 class ShardedAdamW:
-    """torch's fused AdamW over this rank's shards; two parameter groups, with weight decay and without."""
+    """AdamW over this rank's shards; two parameter groups, with weight decay and without.
+
+    torch's fused optimizer holds the state, and steps where there is no kernel of ours.
+    """
 
     def __init__(self, units: list[Unit], config: OptimizerConfig) -> None:
+        self.config = config
         self.parts = [part for unit in units for part in _parts(unit)]
         decayed = [part.parameter for part in self.parts if _is_decayed(part)]
         others = [part.parameter for part in self.parts if not _is_decayed(part)]
@@ -47,18 +52,43 @@ class ShardedAdamW:
 
         Args:
             learning_rate: of this step.
-            divisor: float32 scalar that the gradients are divided by first; they stay so.
+            divisor: float32 scalar that the gradients are divided by first.
         """
+        for part in self.parts:
+            part.unit.own()
+        if self.parts and uses_kernels(self.parts[0].parameter):
+            self._step_in_one_pass(learning_rate, divisor)
+            return
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         for part in self.parts:
-            part.unit.own()
             # Assigned every step: units that keep only shards may have a new buffer.
             part.parameter.grad = part.unit.gradient[part.inside]
-        # The fused kernel divides while it reads, and writes the quotient back: one pass less than scaling before.
+        # The fused kernel divides while it reads: one pass less than scaling before.
         self.adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self.adamw.step()
         del self.adamw.grad_scale  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _step_in_one_pass(self, learning_rate: float, divisor: Tensor | None) -> None:
+        from triweave.kernels.adamw import adamw_step, step_rates
+
+        states = list(self.states())
+        torch._foreach_add_([state["step"] for _, state in states], 1.0)
+        rates = step_rates(states[0][1]["step"], divisor, learning_rate, self.config)
+        for part, state in states:
+            weight = part.unit.own_weights()
+            adamw_step(
+                part.parameter,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                part.unit.gradient[part.inside],
+                None if weight is None else weight[part.inside],
+                rates,
+                self.config,
+                learning_rate=learning_rate,
+                weight_decay=self.config.weight_decay if _is_decayed(part) else 0.0,
+            )
 
     def states(self) -> Iterator[tuple[Part, dict[str, Tensor]]]:
         """Each part with its moments `exp_avg` and `exp_avg_sq` and its `step`; made of zeros if not there yet."""
