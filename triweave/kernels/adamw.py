@@ -62,8 +62,8 @@ def adamw_step(
 def step_rates(step: Tensor, divisor: Tensor | None, learning_rate: float, config: OptimizerConfig) -> Tensor:
     """What depends on the step alone, float32 `[3]` where it is read: nothing waits for the GPU.
 
-    Powers near 1 are taken in float64, as torch does: at step 1 the second correction is 1 - beta2, of which float32 would
-    keep four digits.
+    Powers near 1 are taken in float64, as torch does: at step 1 the second correction is 1 - beta2, of which float32
+    would keep four digits.
 
     Args:
         step: of this update, from 1.
