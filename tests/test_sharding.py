@@ -265,3 +265,30 @@ def test_an_engine_goes_with_its_last_user(ranks: Ranks, tmp_path: Path, shard: 
     samples = make_samples(2, 1, SEQ, 300, packed=False)
     for left in ranks.run(2, outlive, folder, layout, samples):
         assert not any(left)
+
+
+# --- a new step -------------------------------------------------------------------------------------------------------
+
+
+def forget(rank: int, folder: Path, layout: Layout, samples: list[Sample], dtype: str) -> list[list[float]]:
+    """Gradient norms of the same step on new sums, and on sums that hold no number."""
+    norms = []
+    for former in (0.0, float("nan")):
+        engine = engine_for(folder, layout, SEQ, len(samples) // layout.dp, weights="random", dtype=dtype)
+        for unit in engine.sharding.units:
+            for parameter in unit.parameters:
+                if unit.whole_gradient is not None:
+                    unit.view(unit.whole_gradient, parameter).fill_(former)
+        norms.append([train_step(engine, local_batch(samples, layout, engine.groups.at.dp), 1e-3, 1.0)[1]])
+    return norms
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2, dp=2, schedule="zero-bubble"), Layout(dp=2, shard="none")])
+def test_a_step_forgets_the_former(ranks: Ranks, tmp_path: Path, layout: Layout, dtype: str) -> None:
+    """Nothing of the last step's sums is in the next one's, though nobody fills them with zeros."""
+    folder = tiny_config(tmp_path, architectures=["Qwen2ForCausalLM"])
+    layout = with_layers(layout)
+    samples = make_samples(2 * layout.dp, 1, SEQ, 300, packed=False)
+    for clean, former in ranks.run(layout.world_size, forget, folder, layout, samples, dtype):
+        assert clean == former
