@@ -13,9 +13,9 @@ class Communication(NamedTuple):
     """Seconds on one GPU."""
 
     total_s: float
-    """A NCCL kernel runs."""
+    """A NCCL kernel or a copy between GPUs runs."""
     exposed_s: float
-    """A NCCL kernel runs, and no other kernel does."""
+    """One of them runs, and nothing that computes does."""
     busy_s: float
     """Any kernel runs."""
 
@@ -25,15 +25,17 @@ def communication(events: Iterable[dict[str, Any]]) -> Communication:
 
     Args:
         events: `traceEvents` of a Chrome trace of one process and one GPU. Kernels, copies and fills count as work of
-            the GPU; a copy counts as computation, as it takes memory bandwidth from nobody but the step.
+            the GPU. Copies from device to device count as communication: copies by copy engines out of a peer's memory
+            are called so too, and a step of ours makes hardly any other.
     """
-    nccl: list[Interval] = []
+    moving: list[Interval] = []
     other: list[Interval] = []
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             start = float(event["ts"])
-            (nccl if "nccl" in event["name"].lower() else other).append((start, start + float(event["dur"])))
-    total, computing, busy = covered(nccl), covered(other), covered([*nccl, *other])
+            moves = any(word in event["name"] for word in ("nccl", "Memcpy DtoD", "Memcpy PtoP"))
+            (moving if moves else other).append((start, start + float(event["dur"])))
+    total, computing, busy = covered(moving), covered(other), covered([*moving, *other])
     microsecond = 1e-6
     return Communication(total * microsecond, (busy - computing) * microsecond, busy * microsecond)
 

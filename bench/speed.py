@@ -3,7 +3,7 @@
     python bench/speed.py --out speed.json          # two GPUs: Llama-3-8B and 70B-shaped layers
     python bench/speed.py --small                   # two CPU processes, a rehearsal
     python bench/speed.py --only dp2 --trace DIR    # one step more, profiled: which communication is exposed
-    python bench/speed.py --only dp2 --overlap-dp off   # the same by collectives
+    python bench/speed.py --only dp2 --overlap-dp auto,off   # copy engines, and the same by collectives
 
 Random weights and tokens, bf16, nothing but the step itself: two steps to warm up, the median of four. No other
 trainer is compared here. Predictions are written to the output file before the first step is run.
@@ -71,6 +71,7 @@ def cases(small: bool) -> dict[str, tuple[ModelSpec, int, int]]:
 
 def fill_on_device(units: Iterable[Unit], spec: ModelSpec, seed: int) -> None:
     """Random weights made where they lie: what they are does not matter to the clock, making them on the host does."""
+    torch.manual_seed(seed)
     for unit in units:
         unit.weight.normal_(0.0, spec.initializer_range)
         unit.adopt_weights()
@@ -116,13 +117,14 @@ def measure_one(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
         times = []
         for _ in range(WARM_UP + TIMED):
             begin = time.monotonic()
-            train_step(engine, work, 1e-5, 1.0)
+            loss, _ = train_step(engine, work, 1e-5, 1.0)
             times.append(time.monotonic() - begin)
         traced = {} if job["trace"] is None else trace_step(engine, work, job["trace"] / f"{job['file']}.json")
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     allocated, reserved = peak_memory(device, engine.unseen_bytes)
     return {
+        "loss": loss,
         "carried_by": (engine.sharding.memory if layout.dp > 1 else engine.tp.transport).name,
         "step_s": sorted(times[WARM_UP:])[TIMED // 2],
         "allocated_gib": allocated / 2**30,
@@ -155,7 +157,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", default="", help="layouts whose name holds one of these, between commas")
     parser.add_argument("--model", default="", help="models whose name holds this")
-    parser.add_argument("--overlap-dp", choices=("auto", "off"), default="auto", help="runtime.overlap_dp")
+    parser.add_argument("--overlap-dp", default="auto", help="runtime.overlap_dp, or both: auto,off")
     parser.add_argument("--trace", type=Path, help="folder for a trace of each layout, and exposed NCCL time in --out")
     options = parser.parse_args()
     cluster = parse_cluster("1x2xh200-141gb")
@@ -178,26 +180,27 @@ def main() -> int:
                 "predicted_allocated_gib": stages[0].peak_allocated_bytes / 2**30,
                 "flops": seq * batch * spec.flops_per_token(seq, causal=False) / 2 / 989e12,
             }
-            file = "".join(letter if letter.isalnum() else "-" for letter in f"{model} {name}")
-            jobs.append(
-                {
-                    "told": told,
-                    "spec": spec,
-                    "layout": full,
-                    "seq": seq,
-                    "batch": batch,
-                    "trace": options.trace,
-                    "overlap_dp": options.overlap_dp,
-                    "file": file,
-                }
-            )
+            for overlap_dp in options.overlap_dp.split(",") if full.dp > 1 else ["auto"]:
+                file = "".join(letter if letter.isalnum() else "-" for letter in f"{model} {name} {overlap_dp}")
+                jobs.append(
+                    {
+                        "told": told,
+                        "spec": spec,
+                        "layout": full,
+                        "seq": seq,
+                        "batch": batch,
+                        "trace": options.trace,
+                        "overlap_dp": overlap_dp,
+                        "file": file,
+                    }
+                )
     options.out.write_text(json.dumps([job["told"] for job in jobs], indent=1))
     code = run_ranks(2, functools.partial(measure, jobs, options.out))
     if code:
         return code
     print(
         "model | layout | step s | predicted | tokens/s/GPU | full MFU | allocated GiB (rank 0) | predicted"
-        " | NCCL ms | exposed | carried by"
+        " | moved ms | exposed | loss | carried by"
     )
     for row in json.loads(options.out.read_text()):
         if row.get("out_of_memory"):
@@ -209,7 +212,8 @@ def main() -> int:
             f"{row['model']} | {row['layout']} | {row['step_s']:.3f} | {row['predicted_step_s']:.3f}"
             f" | {row['tokens'] / row['step_s'] / 2:,.0f} | {row['flops'] / row['step_s']:.1%}"
             f" | {row['allocated_gib']:.2f} | {row['predicted_allocated_gib']:.2f}"
-            f" | {1e3 * row.get('total_s', 0):.1f} | {1e3 * row.get('exposed_s', 0):.1f} | {row['carried_by']}"
+            f" | {1e3 * row.get('total_s', 0):.1f} | {1e3 * row.get('exposed_s', 0):.1f}"
+            f" | {row['loss']:.9f} | {row['carried_by']}"
         )
     return 0
 

@@ -47,9 +47,16 @@ def test_exposed_is_what_no_computation_covers() -> None:
 
 
 def test_two_collectives_at_once_count_once() -> None:
-    """Overlapping collectives on two streams expose the time that either runs, and a copy hides them."""
-    events = [event(REDUCE, 0, 6), event(REDUCE, 4, 6), event("Memcpy DtoD", 8, 4, "gpu_memcpy")]
+    """Overlapping collectives on two streams expose the time that either runs, and a fill hides them."""
+    events = [event(REDUCE, 0, 6), event(REDUCE, 4, 6), event("Memset (Device)", 8, 4, "gpu_memset")]
     assert bench.communication(events) == pytest.approx((10e-6, 8e-6, 12e-6))
+
+
+@pytest.mark.parametrize("name", ["Memcpy DtoD (Device -> Device)", "Memcpy PtoP (Device -> Device)"])
+def test_copies_between_gpus_are_communication(name: str) -> None:
+    """What copy engines move counts as what NCCL moves; tokens on their way from the host do not."""
+    events = [event("gemm", 0, 8), event(name, 5, 10, "gpu_memcpy"), event("Memcpy HtoD", 14, 4, "gpu_memcpy")]
+    assert bench.communication(events) == pytest.approx((10e-6, 6e-6, 18e-6))
 
 
 def test_empty_trace() -> None:

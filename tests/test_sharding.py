@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -236,3 +238,57 @@ def dense_norm(folder: Path, samples: list[Sample]) -> tuple[float, float]:
     spec = spec_from_folder(folder)
     assert {name: g.numel() for name, g in gradients.items()} == {t.name: t.numel for t in spec.tensors()}
     return torch.cat(list(gradients.values())).norm().item(), loss
+
+
+# --- what is let go ---------------------------------------------------------------------------------------------------
+
+
+def outlive(rank: int, folder: Path, layout: Layout, samples: list[Sample]) -> list[bool]:
+    """Whether units and stages are there still when nobody has their engine any more."""
+    left = []
+    gc.disable()
+    for _ in range(2):
+        gc.collect()  # what torch itself leaves behind when it is first used
+        engine = engine_for(folder, layout, SEQ, len(samples) // layout.dp, weights="random")
+        train_step(engine, local_batch(samples, layout, engine.groups.at.dp), 1e-3, 1.0)
+        held = [*map(weakref.ref, engine.sharding.units), *map(weakref.ref, engine.stages.values())]
+        del engine
+        left = [reference() is not None for reference in held]
+    return left
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_an_engine_goes_with_its_last_user(ranks: Ranks, tmp_path: Path, shard: Shard) -> None:
+    """Without the cycle collector: the next engine of the process finds the memory free."""
+    folder = tiny_config(tmp_path)
+    layout = with_layers(Layout(dp=2, shard=shard))
+    samples = make_samples(2, 1, SEQ, 300, packed=False)
+    for left in ranks.run(2, outlive, folder, layout, samples):
+        assert not any(left)
+
+
+# --- a new step -------------------------------------------------------------------------------------------------------
+
+
+def forget(rank: int, folder: Path, layout: Layout, samples: list[Sample], dtype: str) -> list[list[float]]:
+    """Gradient norms of the same step on new sums, and on sums that hold no number."""
+    norms = []
+    for former in (0.0, float("nan")):
+        engine = engine_for(folder, layout, SEQ, len(samples) // layout.dp, weights="random", dtype=dtype)
+        for unit in engine.sharding.units:
+            for parameter in unit.parameters:
+                if unit.whole_gradient is not None:
+                    unit.view(unit.whole_gradient, parameter).fill_(former)
+        norms.append([train_step(engine, local_batch(samples, layout, engine.groups.at.dp), 1e-3, 1.0)[1]])
+    return norms
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2, dp=2, schedule="zero-bubble"), Layout(dp=2, shard="none")])
+def test_a_step_forgets_the_former(ranks: Ranks, tmp_path: Path, layout: Layout, dtype: str) -> None:
+    """Nothing of the last step's sums is in the next one's, though nobody fills them with zeros."""
+    folder = tiny_config(tmp_path, architectures=["Qwen2ForCausalLM"])
+    layout = with_layers(layout)
+    samples = make_samples(2 * layout.dp, 1, SEQ, 300, packed=False)
+    for clean, former in ranks.run(layout.world_size, forget, folder, layout, samples, dtype):
+        assert clean == former

@@ -1,8 +1,9 @@
 """Where weight gradients go: into float32 sums beside the parameters, at once or when the schedule asks.
 
-Every parameter has one float32 sum, `parameter.main_grad`, that all micro-batches add to. Layers never hand a
-weight gradient to autograd; they submit the work to a `WeightGradients`. A schedule that splits backward puts
-the work off and runs it in its weight half (Qi et al. 2401.10241), whatever the layer.
+Every parameter has one float32 sum, `parameter.main_grad`, that all micro-batches add to. A new step does not fill it
+with zeros: it marks it (`begin_sum`), and the first product overwrites what is there. Layers never hand a weight
+gradient to autograd; they submit the work to a `WeightGradients`. A schedule that splits backward puts the work off and
+runs it in its weight half (Qi et al. 2401.10241), whatever the layer.
 """
 
 from __future__ import annotations
@@ -46,13 +47,30 @@ class WeightGradients:
             self._deferred = None
 
 
+def begin_sum(parameter: Tensor) -> None:
+    """Forget what was added to a parameter's sum."""
+    parameter.main_grad_is_former = True  # type: ignore[attr-defined]
+
+
 def main_grad(parameter: Tensor) -> Tensor:
-    """The float32 gradient sum of a parameter, made of zeros on first use where nobody has placed one."""
-    gradient: Tensor | None = getattr(parameter, "main_grad", None)
-    if gradient is None:
-        gradient = torch.zeros_like(parameter, dtype=torch.float32)
-        parameter.main_grad = gradient  # type: ignore[attr-defined]
-    return gradient
+    """The float32 gradient sum of a parameter, to be added to; made on first use where nobody has placed one."""
+    total = _sum_of(parameter)
+    return total.zero_() if _begins(parameter) else total
+
+
+def _sum_of(parameter: Tensor) -> Tensor:
+    total: Tensor | None = getattr(parameter, "main_grad", None)
+    if total is None:
+        total = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.main_grad = total  # type: ignore[attr-defined]
+    return total
+
+
+def _begins(parameter: Tensor) -> bool:
+    """Whether nothing was added since `begin_sum`; something is now."""
+    begins: bool = getattr(parameter, "main_grad_is_former", False)
+    parameter.main_grad_is_former = False  # type: ignore[attr-defined]
+    return begins
 
 
 def add_product(parameter: Tensor, grad_output: Tensor, x: Tensor) -> None:
@@ -63,12 +81,17 @@ def add_product(parameter: Tensor, grad_output: Tensor, x: Tensor) -> None:
         grad_output: `[tokens, out]`.
         x: `[tokens, in]`.
     """
-    total = main_grad(parameter)
+    begins, total = _begins(parameter), _sum_of(parameter)
     if x.is_cuda and x.dtype is not torch.float32:
         # The product is summed in float32 and added by the matrix kernel itself: no bf16 copy, no extra pass.
-        torch.addmm(total, grad_output.t(), x, out_dtype=torch.float32, out=total)
+        if begins:
+            torch.mm(grad_output.t(), x, out_dtype=torch.float32, out=total)
+        else:
+            torch.addmm(total, grad_output.t(), x, out_dtype=torch.float32, out=total)
     elif x.dtype is torch.float32:
-        total.addmm_(grad_output.t(), x)
+        total.addmm_(grad_output.t(), x, beta=0 if begins else 1)
+    elif begins:
+        total.copy_(grad_output.t() @ x)
     else:
         total.add_(grad_output.t() @ x)
 

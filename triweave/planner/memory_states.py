@@ -111,8 +111,9 @@ def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumpt
     if shard == "full":
         weights = 0 if own_master else owned * element
     gradients = (numel if shard in ("none", "optimizer") else owned) * a.gradient_bytes
-    # Ours: the squares of one unit's gradients, for their norm; reductions and gathers are in place.
-    working_set = _FLOAT32 * (largest if shard == "none" else largest // dp) if a.bookkeeping == "ours" else 0
+    # Ours: norms of a unit's gradients, 64 elements each, and their squares; reductions and gathers are in place.
+    rows = (largest if shard == "none" else largest // dp) // _ALIGNMENT
+    working_set = 2 * _FLOAT32 * rows if a.bookkeeping == "ours" else 0
     return States(
         weights=weights,
         gradients=gradients,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from triweave.collectives import all_reduce
 from triweave.gradients import WeightGradients
@@ -16,7 +17,7 @@ from triweave.groups import Group, Groups
 from triweave.schedule.actions import Action, Kind
 from triweave.sharding.hooks import Passes, surround
 from triweave.sharding.overlap import Gradients, Weights
-from triweave.sharding.unit import Unit
+from triweave.sharding.unit import ALIGNMENT, Unit
 from triweave.transport.buffers import Memory
 
 
@@ -130,11 +131,12 @@ class Sharding:
         """This rank's share of the squared norm of all gradients: every element counts once over the whole grid."""
         total = torch.zeros((), dtype=torch.float32, device=self.groups.device)
         for unit in self.units:
-            square = _squared_norm(unit.gradient)
+            # Row by row: nothing of the gradients' size is made, and no float32 sum is so long that it stands still.
+            square = vector_norm(unit.gradient.view(-1, ALIGNMENT), dim=1).square().sum()
             for segment in unit.segments():
                 inside = unit.in_shard(segment.start, segment.stop)
                 if segment.piece.replicas > 1 and inside is not None:
-                    square -= (1 - 1 / segment.piece.replicas) * _squared_norm(unit.gradient[inside])
+                    square -= (1 - 1 / segment.piece.replicas) * unit.gradient[inside].square().sum()
             whole = unit.dp.size if unit.shard == "none" else 1
             total += square / (whole * unit.tied_copies)
         return total
@@ -143,9 +145,3 @@ class Sharding:
         """Start to bring the weights up to date with the master shards; each unit's next use waits for its own."""
         for unit in self.units:
             unit.publish()
-
-
-def _squared_norm(x: Tensor) -> Tensor:
-    # One pass: a square and then a sum would write and read as many numbers again.
-    norm: Tensor = torch.linalg.vector_norm(x)
-    return norm.square()

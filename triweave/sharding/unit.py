@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from triweave.gradients import begin_sum, main_grad
 from triweave.groups import Groups
 from triweave.layout import Shard
 from triweave.parameters import LocalParameter, Piece
@@ -194,12 +195,13 @@ class Unit:
         return self.shard in ("gradients", "full")
 
     def zero_gradients(self) -> None:
-        """Set the gradient sums to zero for a new step."""
+        """Begin the gradient sums of a new step."""
         if self._sums is None:
             self.gradient.zero_()
         else:
             self._sums.reclaim()
-            self._sums.whole.zero_()
+            for holder in self._holders.values():
+                begin_sum(holder)
 
     def begin_gradients(self) -> None:
         """Make room for whole gradients before the unit's backward, where only shards are kept."""
@@ -216,6 +218,8 @@ class Unit:
         sums = self._sums
         if sums is None:
             raise RuntimeError(f"{self.name} has no whole gradients to reduce")
+        for holder in self._holders.values():
+            main_grad(holder)  # zeros, where nothing was added
         work = sums.all_reduce() if self.shard == "none" else sums.reduce_scatter()
         if self.shards_gradients:
             self._sums = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -68,6 +69,10 @@ def build_engine(
 
     `fill` gives the units their first weights where they are not to be those that the run file names.
     """
+    if device.type == "cuda":
+        # The first AdamW of a process imports torch's compiler, whose frames stay behind in a cycle (torch 2.13) and
+        # hold whoever made it: an engine that was built before this one would keep its memory.
+        gc.collect()
     run, spec, layout = resolved.run, resolved.spec, resolved.layout
     schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, resolved.num_micro_batches)
     groups = make_groups(layout, spec, channels(schedule), device, run.runtime.timeout_s)

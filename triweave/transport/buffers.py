@@ -30,7 +30,7 @@ class Buffer(Protocol):
 
     @property
     def whole(self) -> Tensor:
-        """`[numel]`."""
+        """All of it, `[numel]`."""
         ...
 
     def gather(self) -> Work | None:
