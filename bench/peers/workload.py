@@ -93,8 +93,8 @@ class Case:
     def name(self) -> str:
         """A name that no other case has, fit for a file."""
         words = [self.system, self.shape, self.layout, f"mb{self.micro_batch}"]
-        words += [f"{key}={value}" for key, value in self.options.items()]
-        return "_".join(words).replace(" ", "-").replace(",", "+")
+        words += [f"{key}-{value}" for key, value in self.options.items()]
+        return "_".join(words).replace(" ", "-").replace(",", "-")
 
     def option(self, key: str, default: str) -> str:
         """The value of an option, or what the runner takes without it."""
@@ -151,7 +151,7 @@ def case_sets(shape: str) -> dict[str, list[Case]]:
         return Case(system, shape, micro_batch=micro_batch, options=options, **{axis: size})
 
     dp = [
-        row("triweave", "dp2", many, shard="full", **ours),
+        row("triweave", "dp2", many // 2, shard="optimizer"),
         row("torchtitan", "dp2", many, recompute="op"),
         row("transformers", "dp2", 1, recompute="layer"),
         row("megatron-core", "dp2", 1, recompute="layer"),
@@ -171,6 +171,7 @@ def case_sets(shape: str) -> dict[str, list[Case]]:
         row("triweave", "pp2", schedule="interleaved"),
         row("triweave", "dp2", 1, shard="full"),
         row("triweave", "dp2", 1, shard="gradients"),
+        row("triweave", "dp2", many, shard="full", **ours),
         row("triweave", "dp2", 1, shard="optimizer", recompute="norm,swiglu"),
         row("triweave", "dp2", many, shard="full", recompute="layer"),
         row("triweave", "dp2", 1, shard="none", recompute="layer"),
