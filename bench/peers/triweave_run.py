@@ -62,7 +62,9 @@ def main() -> None:
             engine = engines.build_engine(resolved, device)
         work = random_batch(case, device)
         seconds = stopwatch.time_steps(lambda: train_step(engine, work, 1e-5, 1.0))
-        stopwatch.save(seconds, "bf16 compute, float32 masters, moments and gradient sums")
+        notes = f"bf16 compute, float32 masters, moments and gradient sums; replicas: {engine.sharding.memory.name}"
+        peak = torch.cuda.max_memory_allocated() + engine.unseen_bytes if device.type == "cuda" else 0
+        stopwatch.save(seconds, notes, peak_bytes=peak)
 
 
 def random_batch(case: Case, device: torch.device) -> Batch:
