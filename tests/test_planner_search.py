@@ -21,13 +21,14 @@ from triweave.planner.request import (
     fits_in_memory,
     least_compute_of,
     least_time_of,
+    may_fit,
     most_that_fits,
     most_used_bytes,
     price,
     time_of,
 )
 from triweave.planner.search import Plan, search
-from triweave.planner.space import RECOMPUTE, grid_of, layouts
+from triweave.planner.space import RECOMPUTE, REPEATS_MORE, grid_of, layouts
 from triweave.rules import layout_problems, trainer_problems
 
 GIB = 2**30
@@ -130,7 +131,7 @@ def test_finds_what_pricing_everything_finds(request: Request, top: int) -> None
 @settings(max_examples=30)
 @given(requests(), st.data())
 def test_the_bound_is_below_the_step(request: Request, data: st.DataObject) -> None:
-    """No step is shorter than the bound by which layouts are visited, and recomputing makes no bound smaller."""
+    """No step is shorter than the bound by which layouts are visited, and repeating more makes no bound smaller."""
     legal = [layout for layout in layouts(request) if is_legal(request, layout)]
     if not legal:
         return
@@ -138,9 +139,22 @@ def test_the_bound_is_below_the_step(request: Request, data: st.DataObject) -> N
     root = replace(layout, schedule="1f1b", vpp=1, layers=even_layers(request.spec.num_hidden_layers, layout.pp))
     assert least_compute_of(request, root, even=True) <= least_compute_of(request, layout, even=False) * (1 + 1e-9)
     assert least_compute_of(request, layout, even=False) <= least_time_of(request, layout) * (1 + 1e-9)
-    for recompute in RECOMPUTE:
-        sparing = replace(layout, recompute=recompute)
-        assert least_time_of(request, layout) <= least_time_of(request, sparing) <= time_of(request, sparing).step_s
+    assert_repeating_more_takes_longer(request, layout)
+
+
+def assert_repeating_more_takes_longer(request: Request, layout: Layout) -> None:
+    for recompute, more in REPEATS_MORE.items():
+        one = replace(layout, recompute=recompute)
+        assert least_time_of(request, one) <= time_of(request, one).step_s
+        for other in more:
+            assert least_time_of(request, one) <= least_time_of(request, replace(layout, recompute=other))
+
+
+def test_every_way_to_recompute_is_reached_once() -> None:
+    """What repeats more leads from nothing recomputed to each choice of the space, on one way."""
+    reached = [other for more in REPEATS_MORE.values() for other in more]
+    assert sorted(REPEATS_MORE) == sorted(RECOMPUTE)
+    assert sorted(reached) == sorted(RECOMPUTE[1:])
 
 
 @settings(max_examples=40)
@@ -157,6 +171,9 @@ def test_layouts_are_legal_and_fit_when_they_say_so(request: Request, data: st.D
     candidate = price(request, layout)
     assert candidate.fits == (candidate.peak_bytes <= most_that_fits(request)) == fits_in_memory(request, layout)
     assert candidate.peak_bytes == most_used_bytes(request, layout)
+    # What tells most layouts that do not fit is no more than the peak, and least with whole layers recomputed.
+    assert may_fit(request, layout) or not candidate.fits
+    assert may_fit(request, replace(layout, recompute=("layer",))) or not may_fit(request, layout)
     assert not candidate.fits or candidate.peak_bytes <= request.capacity_bytes
 
 
@@ -168,6 +185,13 @@ def question() -> Request:
 @pytest.fixture(scope="module")
 def answer(question: Request) -> Plan:
     return search(question, 10)
+
+
+def test_repeating_more_takes_longer(question: Request) -> None:
+    """For a large model as well, on layouts from all over the space."""
+    for layout in list(layouts(question))[::61]:
+        if is_legal(question, layout):
+            assert_repeating_more_takes_longer(question, layout)
 
 
 def test_answers_are_legal_and_fit(question: Request, answer: Plan) -> None:

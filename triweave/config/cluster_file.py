@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from triweave.cluster import Cluster, ClusterConfig, cluster_from_config, parse_cluster
-from triweave.config.load import load
 
 
 def cluster_of(text: str) -> Cluster:
@@ -17,4 +16,6 @@ def cluster_of(text: str) -> Cluster:
     path = Path(text)
     if path.suffix not in (".yaml", ".yml"):
         return parse_cluster(text)
+    from triweave.config.load import load  # Only who has a file waits for what reads files.
+
     return cluster_from_config(load(ClusterConfig, path), path)

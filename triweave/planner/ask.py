@@ -1,4 +1,7 @@
-"""From the words of the command line to a question, and from an answer to a run file."""
+"""From the words of the command line to a question, and from an answer to a run file.
+
+What reads and writes run files is imported where it is used: most questions name none.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,6 @@ from pathlib import Path
 from triweave.catalogue import find_model
 from triweave.cluster import Cluster
 from triweave.config.cluster_file import cluster_of
-from triweave.config.document import commented_yaml
-from triweave.config.load import load_words
-from triweave.config.schema import DataConfig, LayoutConfig, ModelConfig, Run, TrainConfig
-from triweave.config.validate import layers_of, layout_of
 from triweave.errors import InputError, Problem
 from triweave.layout import Layout, even_layers
 from triweave.model_spec import ModelSpec, spec_from_folder
@@ -91,6 +90,10 @@ def given_layout(request: Request, words: str) -> Layout:
     Raises:
         InputError: a key or value that a layout does not have, or a rule that it breaks.
     """
+    from triweave.config.load import load_words
+    from triweave.config.schema import LayoutConfig
+    from triweave.config.validate import layers_of, layout_of
+
     # Commas part the keys, but not inside a list: recompute=[norm,swiglu].
     parts = [part for part in re.split(r",(?![^\[]*\])", words) if part]
     if not parts:
@@ -123,6 +126,9 @@ def answer_for(request: Request, words: str) -> Plan:
 
 def run_file_text(request: Request, layout: Layout) -> str:
     """A run file with the layout; data and schedule of the training are for the user to fill in."""
+    from triweave.config.document import commented_yaml
+    from triweave.config.schema import DataConfig, LayoutConfig, ModelConfig, Run, TrainConfig
+
     layers = layout.layers
     even = layers == even_layers(request.spec.num_hidden_layers, layout.num_stages)
     run = Run(

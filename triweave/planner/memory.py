@@ -22,12 +22,12 @@ from triweave.overlap import FLAG_BYTES, exchange_bytes
 from triweave.parameters import has_tied_copy, holds_embedding, holds_head
 from triweave.planner.assumptions import OURS, Assumptions
 from triweave.planner.memory_moments import Moment, worst_moments
-from triweave.planner.memory_stage import Peak, StageTapes, components_of, stage_tapes
+from triweave.planner.memory_stage import Peak, StageTapes, components_of, stage_kept_bytes, stage_tapes
 from triweave.planner.memory_states import (
     ParameterUnit,
     States,
     data_parallel_size,
-    numel_of,
+    flat_sizes,
     stage_units,
     states_of,
     weight_gradient_cache,
@@ -111,8 +111,10 @@ def each_rank_kept_bytes(
     The peak with whole layers recomputed may exceed that of another choice, for a layer's forward runs again beside
     its backward. What is kept never does, so this is a bound for every choice of what is recomputed.
     """
-    for peak in _each_rank_peak(spec, layout, ranks, seq_len, num_micro_batches, dtype, assumptions):
-        yield peak.kept + sum(_beside(peak, peak.kept, spec, layout, assumptions).values())
+    s = sizes_of(spec, layout, seq_len, dtype, assumptions)
+    for one in _ranks(spec, layout, ranks, s, num_micro_batches, dtype, assumptions):
+        kept = sum(one.standing.values()) + _most_kept(layout, one, s, assumptions)
+        yield kept + sum(_beside(one.rank, kept, spec, layout, assumptions).values())
 
 
 def each_rank_used_bytes(
@@ -127,7 +129,53 @@ def each_rank_used_bytes(
 ) -> Iterator[int]:
     """`StageMemory.used_bytes` of some pipeline ranks, each computed when it is asked for, without its components."""
     for peak in _each_rank_peak(spec, layout, ranks, seq_len, num_micro_batches, dtype, assumptions):
-        yield peak.allocated + sum(_beside(peak, peak.allocated, spec, layout, assumptions).values())
+        yield peak.allocated + sum(_beside(peak.rank, peak.allocated, spec, layout, assumptions).values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank before its actions are looked at."""
+
+    rank: int
+    standing: Mapping[str, int]
+    """Bytes that are there at every moment."""
+    step_bytes: int
+    """What the optimizer's step takes."""
+    moments: tuple[Moment, ...]
+
+
+def _ranks(
+    spec: ModelSpec,
+    layout: Layout,
+    ranks: Iterable[int],
+    s: Sizes,
+    num_micro_batches: int,
+    dtype: str,
+    a: Assumptions,
+) -> Iterator[_Rank]:
+    for rank in ranks:
+        units = [unit for stage in layout.stages_of(rank) for unit in stage_units(spec, layout, stage, a)]
+        states = states_of(units, layout, dtype, a)
+        standing = _standing_bytes(spec, layout, rank, s, num_micro_batches, dtype, a, units, states)
+        moments = worst_moments(layout.schedule, layout.pp, layout.vpp, num_micro_batches, rank)
+        yield _Rank(rank, standing, states.step_working_set, moments)
+
+
+def _stage_key(layout: Layout, stage: int) -> tuple[int, bool, bool]:
+    """Stages with the same blocks have the same tapes, and the same peaks."""
+    return layout.layers[stage], holds_embedding(layout, stage), holds_head(layout, stage)
+
+
+def _most_kept(layout: Layout, one: _Rank, s: Sizes, a: Assumptions) -> int:
+    """The most that micro-batches keep for backward at once."""
+    kept = {stage: stage_kept_bytes(s, a, *_stage_key(layout, stage)) for stage in layout.stages_of(one.rank)}
+    sizes = list(kept.values())
+    # A weight half finds its own micro-batch among those that are put off.
+    most: int = max(
+        sum(map(mul, sizes, moment.held)) + (0 if moment.kind is Kind.BACKWARD_WEIGHT else kept[moment.stage])
+        for moment in one.moments
+    )
+    return most
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +191,6 @@ class _RankPeak:
     peak: Peak | None
     step_bytes: int
     """What the optimizer's step takes."""
-    kept: int
-    """The most that stands and is kept for backward at once."""
     allocated: int
 
 
@@ -158,22 +204,15 @@ def _each_rank_peak(
     a: Assumptions,
 ) -> Iterator[_RankPeak]:
     s = sizes_of(spec, layout, seq_len, dtype, a)
-    # Stages with the same blocks have the same tapes, and the same peaks.
     known: dict[tuple[int, bool, bool], _Stage] = {}
-    for rank in ranks:
-        stages = layout.stages_of(rank)
-        found = []
-        for stage in stages:
-            key = (layout.layers[stage], holds_embedding(layout, stage), holds_head(layout, stage))
+    for one in _ranks(spec, layout, ranks, s, num_micro_batches, dtype, a):
+        stages = {}
+        for stage in layout.stages_of(one.rank):
+            key = _stage_key(layout, stage)
             if key not in known:
                 known[key] = _Stage(stage_tapes(spec, layout, stage, s, dtype, a))
-            found.append(known[key])
-        moments = worst_moments(layout.schedule, layout.pp, layout.vpp, num_micro_batches, rank)
-        units = [unit for stage in stages for unit in stage_units(spec, layout, stage, a)]
-        states = states_of(units, layout, dtype, a)
-        standing = _standing_bytes(spec, layout, rank, s, num_micro_batches, dtype, a, units, states)
-        stage_of = dict(zip(stages, found, strict=True))
-        yield _rank_peak(rank, stage_of, standing, states.step_working_set, moments)
+            stages[stage] = known[key]
+        yield _rank_peak(one, stages)
 
 
 class _Stage:
@@ -192,31 +231,21 @@ class _Stage:
         return found
 
 
-def _rank_peak(
-    rank: int,
-    stages: Mapping[int, _Stage],
-    standing: Mapping[str, int],
-    step_bytes: int,
-    moments: tuple[Moment, ...],
-) -> _RankPeak:
-    base = sum(standing.values())
+def _rank_peak(one: _Rank, stages: Mapping[int, _Stage]) -> _RankPeak:
+    base = sum(one.standing.values())
     kept = [stage.kept_bytes for stage in stages.values()]
     put_off = [stage.put_off_bytes for stage in stages.values()]
-    best, best_bytes, most_kept = None, -1, 0
-    for moment in moments:
-        stage = stages[moment.stage]
-        held = sum(map(mul, kept, moment.held))
-        # A weight half finds its own micro-batch among those that are put off.
-        own_kept = 0 if moment.kind is Kind.BACKWARD_WEIGHT else stage.kept_bytes
-        most_kept = max(most_kept, held + own_kept)
-        here = stage.peak(moment.kind).bytes + held + sum(map(mul, put_off, moment.put_off))
+    best, best_bytes = None, -1
+    for moment in one.moments:
+        held = sum(map(mul, kept, moment.held)) + sum(map(mul, put_off, moment.put_off))
+        here = stages[moment.stage].peak(moment.kind).bytes + held
         if here > best_bytes:
             best, best_bytes = moment, here
-    tapes = {stage: one.tapes for stage, one in stages.items()}
-    if best is None or step_bytes > best_bytes:
-        return _RankPeak(rank, tapes, standing, None, None, step_bytes, base + most_kept, base + step_bytes)
+    tapes = {stage: found.tapes for stage, found in stages.items()}
+    if best is None or one.step_bytes > best_bytes:
+        return _RankPeak(one.rank, tapes, one.standing, None, None, one.step_bytes, base + one.step_bytes)
     peak = stages[best.stage].peak(best.kind)
-    return _RankPeak(rank, tapes, standing, best, peak, step_bytes, base + most_kept, base + best_bytes)
+    return _RankPeak(one.rank, tapes, one.standing, best, peak, one.step_bytes, base + best_bytes)
 
 
 def _rank_memory(found: _RankPeak, spec: ModelSpec, layout: Layout, a: Assumptions) -> StageMemory:
@@ -229,7 +258,7 @@ def _rank_memory(found: _RankPeak, spec: ModelSpec, layout: Layout, a: Assumptio
         moment = found.moment
         components += components_of(found.peak, _held(moment, found.tapes))
         at = f"{found.peak.where} of stage {moment.stage}, {_others(moment)} in flight"
-    beside = _beside(found, found.allocated, spec, layout, a)
+    beside = _beside(found.rank, found.allocated, spec, layout, a)
     return StageMemory(
         pp_rank=found.rank,
         peak_allocated_bytes=found.allocated,
@@ -299,7 +328,7 @@ def _shared_beside(layout: Layout, units: list[ParameterUnit], s: Sizes, dtype: 
     total = exchange_bytes(layout.tp, s.slice) if layout.uses_sequence_parallel else 0
     dp = data_parallel_size(layout)
     if 1 < dp <= MOST_RANKS:
-        numels = [numel_of(unit, dp) for unit in units]
+        numels = flat_sizes(units, dp)
         sizes = [buffer_sizes(layout.shard, numel, DTYPE_BYTES[dtype]) for numel in numels]
         total += FLAG_BYTES * sum(map(len, sizes)) + staging_bytes(part_numel(layout.shard, numels, dp), dp)
     return total
@@ -319,12 +348,12 @@ def _others(moment: Moment) -> str:
     return f"{count} other micro-batch{'' if count == 1 else 'es'}"
 
 
-def _beside(peak: _RankPeak, allocated: int, spec: ModelSpec, layout: Layout, a: Assumptions) -> dict[str, int]:
+def _beside(rank: int, allocated: int, spec: ModelSpec, layout: Layout, a: Assumptions) -> dict[str, int]:
     """What the allocator, the driver and NCCL take beside the tensors."""
     groups = sum(layout.size(axis) > 1 for axis in ("tp", "cp", "dp")) + (layout.world_size > 1)
     # Slices are summed over replica groups, beside the shard groups' own collectives.
     groups += layout.uses_shard_groups
-    channels = 2 * (layout.pp > 1) * (1 if peak.rank in (0, layout.pp - 1) else 2) + has_tied_copy(spec, layout)
+    channels = 2 * (layout.pp > 1) * (1 if rank in (0, layout.pp - 1) else 2) + has_tied_copy(spec, layout)
     return {
         "allocator": int(allocated * a.fragmentation_share),
         "CUDA context": a.context_bytes,

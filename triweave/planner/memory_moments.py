@@ -8,8 +8,8 @@ from functools import lru_cache
 from operator import le
 
 from triweave.layout import Schedule
-from triweave.schedule.actions import Kind, PipelineSchedule
-from triweave.schedule.build import build_schedule
+from triweave.schedule.actions import Action, Kind
+from triweave.schedule.build import rank_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,7 @@ def worst_moments(name: Schedule, pp: int, vpp: int, num_micro_batches: int, ran
 
 @lru_cache(maxsize=4096)
 def _worst_moments(name: Schedule, pp: int, vpp: int, num_micro_batches: int, rank: int) -> tuple[Moment, ...]:
-    return _worst(_moments(_schedule(name, pp, vpp, num_micro_batches), rank))
-
-
-@lru_cache(maxsize=256)
-def _schedule(name: Schedule, pp: int, vpp: int, num_micro_batches: int) -> PipelineSchedule:
-    return build_schedule(name, pp, vpp, num_micro_batches)
+    return _worst(_moments(rank_order(name, rank, pp, vpp, num_micro_batches), pp, vpp))
 
 
 def saturating_micro_batches(name: Schedule, pp: int, vpp: int, num_micro_batches: int) -> int:
@@ -51,12 +46,11 @@ def saturating_micro_batches(name: Schedule, pp: int, vpp: int, num_micro_batche
     return min(num_micro_batches, 4 * pp)
 
 
-def _moments(schedule: PipelineSchedule, rank: int) -> list[Moment]:
-    chunks = schedule.num_stages // schedule.pp
-    held, put_off = [0] * chunks, [0] * chunks
+def _moments(actions: Sequence[Action], pp: int, vpp: int) -> list[Moment]:
+    held, put_off = [0] * vpp, [0] * vpp
     moments = []
-    for action in schedule.ranks[rank]:
-        chunk = action.stage // schedule.pp
+    for action in actions:
+        chunk = action.stage // pp
         if action.kind is Kind.BACKWARD_WEIGHT:
             put_off[chunk] -= 1
         elif action.kind is not Kind.FORWARD:

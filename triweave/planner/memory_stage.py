@@ -101,16 +101,30 @@ def _peak(part: Pass, before: list[tuple[Mapping[str, int], int]], where: str) -
 def stage_tapes(spec: ModelSpec, layout: Layout, stage: int, s: Sizes, dtype: str, a: Assumptions) -> StageTapes:
     """The blocks of virtual stage `stage`."""
     shared = shared_units(stage_units(spec, layout, stage, a), layout, stage, dtype, a)
-    embedding = head = None
-    if holds_embedding(layout, stage):
-        embedding = _embedding(s, a, shared["embed"])
-    if holds_head(layout, stage):
-        head = _head(s, a, shared["head"])
-    layer = _layer(s, a, shared.get("layer", Unit()))
+    ends = holds_embedding(layout, stage), holds_head(layout, stage)
+    return _tapes(s, a, layout.layers[stage], *ends, shared)
+
+
+@lru_cache(maxsize=4096)
+def stage_kept_bytes(s: Sizes, a: Assumptions, num_layers: int, embedding: bool, head: bool) -> int:
+    """What one micro-batch keeps on a stage from forward to backward, however its weights are shared."""
+    return _tapes(s, a, num_layers, embedding, head, {}).kept_bytes
+
+
+def _tapes(
+    s: Sizes, a: Assumptions, num_layers: int, embedding: bool, head: bool, shared: Mapping[str, Unit]
+) -> StageTapes:
+    alone = Unit()
     per_micro_batch = {"rotary tables": 2 * s.rotary} if a.bookkeeping == "ours" else {}
-    if a.keeps_stage_output and head is None:
+    if a.keeps_stage_output and not head:
         per_micro_batch["stage output"] = s.slice
-    return StageTapes(embedding, layer, layout.layers[stage], head, per_micro_batch)
+    return StageTapes(
+        _embedding(s, a, shared.get("embed", alone)) if embedding else None,
+        _layer(s, a, shared.get("layer", alone)),
+        num_layers,
+        _head(s, a, shared.get("head", alone)) if head else None,
+        per_micro_batch,
+    )
 
 
 @lru_cache(maxsize=4096)

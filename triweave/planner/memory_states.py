@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 from triweave.layout import REDUCTIONS_BESIDE, UNITS_AHEAD, Layout
 from triweave.model_spec import ModelSpec
@@ -88,11 +89,6 @@ def data_parallel_size(layout: Layout) -> int:
     return layout.shard_ranks if layout.uses_shard_groups else layout.replicas
 
 
-def numel_of(unit: ParameterUnit, dp: int) -> int:
-    """Elements of our flat buffer of a unit, its padding included."""
-    return unit.numel(_ALIGNMENT * dp)
-
-
 def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumptions) -> States:
     """Bytes of a rank that holds `units`, under `layout.shard`."""
     dp = data_parallel_size(layout)
@@ -101,7 +97,7 @@ def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumpt
         sizes = [_round_up(sum(sum(unit.shapes) for unit in units), dp * 128)]
         largest = max((sum(unit.shapes) for unit in units), default=0)
     else:
-        sizes = [numel_of(unit, dp) for unit in units]
+        sizes = flat_sizes(units, dp)
         largest = max(sizes, default=0)
     numel = sum(sizes)
     owned = numel if shard == "none" else numel // dp
@@ -142,7 +138,7 @@ def shared_units(units: list[ParameterUnit], layout: Layout, stage: int, dtype: 
         }
     if dp == 1 or layout.shard in ("none", "optimizer"):
         return dict.fromkeys(places, Unit())
-    sizes = [unit.numel(_ALIGNMENT * dp) for unit in order]
+    sizes = flat_sizes(order, dp)
     element = DTYPE_BYTES[dtype] if layout.shard == "full" else 0
     if a.bookkeeping == "megatron":
         return {
@@ -154,7 +150,7 @@ def shared_units(units: list[ParameterUnit], layout: Layout, stage: int, dtype: 
             )
             for name, place in places.items()
         }
-    overlap = _Overlap(layout, stage, sizes)
+    overlap = _overlap(layout, stage, sizes)
     return {
         name: Unit(
             gathered_weights=overlap.ahead_in_forward(place) * element,
@@ -175,24 +171,25 @@ class _Overlap:
     after a forward, elsewhere the backward of the same stage, and backward after forward the other way round.
     """
 
-    layout: Layout
-    stage: int
     sizes: list[int]
     """Elements of the stage's units, in the order of its forward."""
+    from_forward: list[int]
+    """Units whose weights are used, in order, from a forward on."""
+    from_backward: list[int]
+    """The same from a backward on; the lookup's backward needs no weights, and comes last."""
+    without_weights: int
+    """Units at the start of the stage whose backward needs no weights."""
 
     def ahead_in_forward(self, place: int) -> int:
         """The unit at `place` and those whose weights are gathered beside it."""
-        forward = list(range(len(self.sizes)))
-        follows = forward if self.layout.schedule == "gpipe" else self._backward()
-        return self._window([*forward, *follows], place)
+        return self._window(self.from_forward, place)
 
     def ahead_in_backward(self, place: int) -> int:
-        """The same while it runs backward; the lookup's backward needs no weights, and comes last."""
-        backward = self._backward()
-        follows = backward if self.layout.schedule == "gpipe" else list(range(len(self.sizes)))
-        if place not in backward:
-            return sum(self.sizes[coming] for coming in follows[:UNITS_AHEAD])
-        return self._window([*backward, *follows], backward.index(place))
+        """The same while it runs backward."""
+        at = len(self.sizes) - 1 - place
+        if place < self.without_weights:
+            return sum(self.sizes[coming] for coming in self.from_backward[at : at + UNITS_AHEAD])
+        return self._window(self.from_backward, at)
 
     def reducing(self, place: int) -> int:
         """Units whose backward came just before that of the unit at `place`, on the same micro-batch.
@@ -205,11 +202,17 @@ class _Overlap:
         """Units whose backward, on an earlier micro-batch, came just before the forward of the unit at `place`."""
         return 0 if place == len(self.sizes) - 1 else sum(self.sizes[:REDUCTIONS_BESIDE])
 
-    def _backward(self) -> list[int]:
-        return list(reversed(range(1 if holds_embedding(self.layout, self.stage) else 0, len(self.sizes))))
-
     def _window(self, uses: list[int], at: int) -> int:
         return sum(self.sizes[place] for place in set(uses[at : at + 1 + UNITS_AHEAD]))
+
+
+def _overlap(layout: Layout, stage: int, sizes: list[int]) -> _Overlap:
+    without_weights = 1 if holds_embedding(layout, stage) else 0
+    forward = list(range(len(sizes)))
+    backward = forward[without_weights:][::-1]
+    if layout.schedule == "gpipe":
+        return _Overlap(sizes, forward * 2, backward * 2, without_weights)
+    return _Overlap(sizes, [*forward, *backward], [*backward, *forward], without_weights)
 
 
 def weight_gradient_cache(spec: ModelSpec, layout: Layout, units: list[ParameterUnit], dtype: str) -> int:
@@ -220,6 +223,14 @@ def weight_gradient_cache(spec: ModelSpec, layout: Layout, units: list[Parameter
         if unit.name != "embed":
             shapes |= set(unit.shapes)
     return sum(shapes) * DTYPE_BYTES[dtype]
+
+
+def flat_sizes(units: list[ParameterUnit], dp: int) -> list[int]:
+    """Elements of each unit's flat buffer among `dp` ranks; of neighbours that are alike it is found once."""
+    sizes: list[int] = []
+    for unit, alike in groupby(units):
+        sizes += [unit.numel(_ALIGNMENT * dp)] * len(list(alike))
+    return sizes
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from triweave.cluster import CATALOGUE, nearest_gpu
-from triweave.config.load import load
 from triweave.errors import InputError, Problem
 
 VERSION = 1
@@ -92,6 +91,8 @@ def read_profile(path: Path) -> Profile:
         InputError: no such file, an unknown key, a value of another kind, another version, or a table that cannot have
             been measured; every problem at once, with file and line where it has one.
     """
+    from triweave.config.load import load  # Only who has a profile waits for what reads files.
+
     profile = load(Profile, path)
     problems = list(profile_problems(profile))
     if problems:

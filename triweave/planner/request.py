@@ -92,7 +92,9 @@ def memory_of(request: Request, layout: Layout) -> tuple[StageMemory, ...]:
 
 def fits_in_memory(request: Request, layout: Layout) -> bool:
     """Whether every pipeline rank fits; known as soon as one does not."""
-    return all(has_room_for(request, used) for used in _used_bytes(request, layout, _telling_ranks(layout)))
+    ranks = _telling_ranks(layout)
+    # Most layouts that do not fit are told by what they keep, which is found several times faster than the peak.
+    return may_fit(request, layout) and all(has_room_for(request, used) for used in _used_bytes(request, layout, ranks))
 
 
 def has_room_for(request: Request, used_bytes: int) -> bool:
@@ -128,20 +130,23 @@ def most_used_bytes(request: Request, layout: Layout) -> int:
 
 def least_bytes(request: Request, layout: Layout) -> int:
     """What the cards of the first pipeline rank use at least, whatever is recomputed."""
-    sparing = replace(layout, recompute=("layer",))
-    return next(each_rank_kept_bytes(request.spec, sparing, (0,), **_memory_question(request, sparing)))
+    return next(_kept_bytes(request, replace(layout, recompute=("layer",)), (0,)))
 
 
 def may_fit(request: Request, layout: Layout) -> bool:
-    """Whether every pipeline rank may fit if only enough is recomputed; known as soon as one does not."""
-    sparing = replace(layout, recompute=("layer",))
-    question = _memory_question(request, sparing)
-    used = each_rank_kept_bytes(request.spec, sparing, _telling_ranks(layout), **question)
-    return all(has_room_for(request, least) for least in used)
+    """Whether what every pipeline rank holds for backward fits; known as soon as one does not.
+
+    With whole layers recomputed nothing keeps less, so what may not fit then fits in no way.
+    """
+    return all(has_room_for(request, least) for least in _kept_bytes(request, layout, _telling_ranks(layout)))
 
 
 def _used_bytes(request: Request, layout: Layout, ranks: Iterable[int]) -> Iterator[int]:
     return each_rank_used_bytes(request.spec, layout, ranks, **_memory_question(request, layout))
+
+
+def _kept_bytes(request: Request, layout: Layout, ranks: Iterable[int]) -> Iterator[int]:
+    return each_rank_kept_bytes(request.spec, layout, ranks, **_memory_question(request, layout))
 
 
 def _memory_question(request: Request, layout: Layout) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from triweave.planner.request import (
     price,
     time_of,
 )
-from triweave.planner.space import RECOMPUTE, SHARDS, Grid, Order, grid_of, grids, orders, sharings
+from triweave.planner.space import RECOMPUTE, REPEATS_MORE, SHARDS, Grid, Order, grid_of, grids, orders, sharings
 from triweave.planner.words import as_typed
 from triweave.rules import trainer_problems
 
@@ -149,15 +149,12 @@ class _Walk:
         steps = 0
         while self._queue:
             node = heappop(self._queue)
-            grid = grid_of(node.layout)
-            wanted = len(self.answers) < self.top or (self.trainable is None and not trainer_problems(node.layout))
-            plain = _is_plain(node.layout) and grid not in self.others
-            if node.path[:_SHARING] in self._answered or not (wanted or plain):
+            if node.path[:_SHARING] in self._answered or not self._matters(node.layout):
                 continue
             progress(steps, len(self.answers))
             steps += 1
             if node.priced:
-                self._take(node, plain=plain)
+                self._take(node)
             elif len(node.path) < _ORDER:
                 self._open_grid(node)
             elif len(node.path) < _SHARING:
@@ -202,6 +199,8 @@ class _Walk:
             return
         for number, order in enumerate(self.orders(node.layout.pp)):
             layout = replace(node.layout, **order._asdict())
+            if not self._matters(layout):
+                continue
             # The rest of the rules are about the grid, which is legal.
             if order.schedule != "interleaved" or _problem(self.request, layout) is None:
                 seconds = least_compute_of(self.request, layout, even=False)
@@ -211,24 +210,28 @@ class _Walk:
         replicas, capacity = node.layout.replicas, self.request.capacity_bytes
         roomy = self._roomy_shards(node.layout)
         for number, (shard, group) in enumerate(sharings(replicas)):
-            if shard in roomy and _state_bytes(self.request, node.layout, shard, group or replicas) <= capacity:
-                layout = replace(node.layout, shard=shard, shard_group=group)
+            if shard not in roomy or _state_bytes(self.request, node.layout, shard, group or replicas) > capacity:
+                continue
+            layout = replace(node.layout, shard=shard, shard_group=group)
+            if self._matters(layout):
                 heappush(self._queue, _Node(least_time_of(self.request, layout), (*node.path, number), layout))
 
     def _price(self, node: _Node) -> None:
         layout = node.layout
+        if not layout.recompute and not may_fit(self.request, replace(layout, recompute=("layer",))):
+            return
         if self._has_room(layout):
             heappush(self._queue, node._replace(seconds=time_of(self.request, layout).step_s, priced=True))
-        elif len(node.path) == _SHARING and may_fit(self.request, layout):
-            # No way to recompute makes the step shorter, so the others wait until this one is refused.
-            for number, recompute in enumerate(RECOMPUTE[1:]):
+        else:
+            # None of these makes the step shorter, so they wait until this one is refused.
+            for recompute in REPEATS_MORE[layout.recompute]:
                 sparing = replace(layout, recompute=recompute)
-                seconds = least_time_of(self.request, sparing)
-                heappush(self._queue, _Node(seconds, (*node.path, number), sparing))
+                path = (*node.path[:_SHARING], RECOMPUTE.index(recompute))
+                heappush(self._queue, _Node(least_time_of(self.request, sparing), path, sparing))
 
-    def _take(self, node: _Node, *, plain: bool) -> None:
+    def _take(self, node: _Node) -> None:
         self._answered.add(node.path[:_SHARING])
-        if plain:
+        if self._stands_for_its_grid(node.layout):
             reason = f"fits, and takes {node.seconds:.2f} s a step in 1F1B order"
             self.others[grid_of(node.layout)] = Rejected(node.layout, reason, node.seconds)
         trainable = self.trainable is None and not trainer_problems(node.layout)
@@ -236,6 +239,15 @@ class _Walk:
             candidate = price(self.request, node.layout)
             self.answers += [candidate] * (len(self.answers) < self.top)
             self.trainable = candidate if trainable else self.trainable
+
+    def _matters(self, layout: Layout) -> bool:
+        """Whether a layout, or what is found below it, is still asked for; what no longer is never will be again."""
+        wanted = len(self.answers) < self.top or (self.trainable is None and not trainer_problems(layout))
+        return wanted or self._stands_for_its_grid(layout)
+
+    def _stands_for_its_grid(self, layout: Layout) -> bool:
+        """Whether it may be told as the fastest plain layout of its grid."""
+        return _is_plain(layout) and grid_of(layout) not in self.others
 
     def _roomy_shards(self, layout: Layout) -> list[Shard]:
         """Shard levels at which the first rank may have room in 1F1B order with the layers spread evenly.

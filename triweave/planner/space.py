@@ -20,6 +20,17 @@ RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (
 )
 """From the cheapest to the most sparing."""
 
+REPEATS_MORE: dict[tuple[Recompute, ...], tuple[tuple[Recompute, ...], ...]] = {
+    (): (("norm", "swiglu"),),
+    # The MLP's products take longer than the one norm that is not its own.
+    ("norm", "swiglu"): (("norm", "swiglu", "attention"), ("mlp",)),
+    ("norm", "swiglu", "attention"): (),
+    ("mlp",): (("norm", "mlp"),),
+    ("norm", "mlp"): (("layer",),),
+    ("layer",): (),
+}
+"""The next choices that repeat more, so that no step of theirs is shorter; each is reached once."""
+
 SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "full")
 """`none` is `optimizer` with more memory and the same traffic, so it is never better."""
 

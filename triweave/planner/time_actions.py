@@ -90,13 +90,11 @@ def action_costs(
     place = place_of(decoder_of(spec), layout, gpu, stack, seq_len=seq_len, gpus_per_node=per_node, precision=precision)
     group = shard_shape(layout, per_node) if layout.shard == "full" else None
     last = layout.num_stages - 1
-    known: dict[tuple[int, bool, bool], StageBlocks] = {}
-    blocks = []
-    for stage, count in enumerate(layout.layers):
-        key = (count, stage == 0, stage == last)
-        if key not in known:
-            known[key] = _stage_blocks(place, count, Ends(stage == 0, stage == last), group)
-        blocks.append(known[key])
+    between = {count: _stage_blocks(place, count, Ends(False, False), group) for count in {*layout.layers[1:-1]}}
+    blocks = [between[count] for count in layout.layers[1:-1]]
+    blocks.insert(0, _stage_blocks(place, layout.layers[0], Ends(True, last == 0), group))
+    if last:
+        blocks.append(_stage_blocks(place, layout.layers[last], Ends(False, True), group))
     transfer = _transfer_s(place, layout, per_node)
     stages = [block.cost for block in blocks]
     if transfer and not stack.overlap_pp:

@@ -32,7 +32,7 @@ class Parts(NamedTuple):
 
     def times(self, factor: float) -> Parts:
         """Every part times `factor`."""
-        return Parts(*(seconds * factor for seconds in self))
+        return Parts._make([seconds * factor for seconds in self])
 
     def at_least(self, floor: float) -> Parts:
         """The same, waiting for the host where that takes `floor` seconds to launch it."""
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 
 def add(*parts: Parts) -> Parts:
     """Element-wise sum."""
-    return Parts(*(sum(column) for column in zip(*parts, strict=True)))
+    return Parts._make(map(sum, zip(*parts, strict=True)))
 
 
 class Work(NamedTuple):
@@ -54,12 +54,12 @@ class Work(NamedTuple):
 
     def times(self, count: int) -> Work:
         """`count` such blocks one after the other."""
-        return Work(*(parts.times(count) for parts in self))
+        return Work._make([parts.times(count) for parts in self])
 
 
 def chain(*works: Work) -> Work:
     """Blocks one after the other."""
-    return Work(*(add(*column) for column in zip(*works, strict=True)))
+    return Work._make(map(add, *works))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

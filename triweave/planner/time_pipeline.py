@@ -7,12 +7,13 @@ continued by the slope where that is one below which no longer step can fall, el
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from triweave.layout import Schedule
-from triweave.schedule import Action, Kind, PipelineSchedule, build_schedule, simulate
+from triweave.schedule import Kind, PipelineSchedule, build_schedule
 from triweave.schedule.build import one_forward_one_backward
 
 _LONG = 48
@@ -92,12 +93,12 @@ def least_pipeline_s(
     """
     split = schedule == "zero-bubble"
     least = before = after = 0.0
+    totals = [cost.total for cost in costs]
     for rank in range(pp):
-        own = costs[rank::pp]
-        busy = micro_batches * sum(cost.total for cost in own)
+        busy = micro_batches * sum(totals[rank::pp])
         least = max(least, before + busy + (0.0 if split else after))
         if split:
-            put_off = micro_batches * sum(cost.backward_weight for cost in own)
+            put_off = micro_batches * costs[rank].backward_weight
             least = max(least, before + busy - put_off + after)
         before += costs[rank].forward + transfer_s
         after += costs[rank].backward_input + transfer_s + (0.0 if split else costs[rank].backward_weight)
@@ -169,28 +170,30 @@ def _program(schedule: Schedule, pp: int, vpp: int, micro_batches: int) -> tuple
     """
     order = _order(schedule, pp, vpp, micro_batches)
     last = order.num_stages - 1
-    # Any prices give a valid order; equal ones keep the messages of a link in the order in which they are sent.
-    timeline = simulate(order, lambda action: 1.0)
-    spans = sorted((span.end_s, rank, i) for rank, row in enumerate(timeline.spans) for i, span in enumerate(row))
-    position: dict[Action, int] = {}
-    program = []
-    for count, (_, rank, i) in enumerate(spans, 1):
-        action = order.ranks[rank][i]
-        kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
-        needed: Action | None = None
-        link = -1
-        if kind is Kind.FORWARD:
-            if stage > 0:
-                needed = Action(kind, stage - 1, micro_batch)
-                link = (stage - 1) % pp
-        elif kind is Kind.BACKWARD_WEIGHT:
-            needed = Action(Kind.BACKWARD_INPUT, stage, micro_batch)
-        elif stage < last:
-            needed = Action(kind, stage + 1, micro_batch)
-            link = pp + (stage + 1) % pp
-        else:
-            needed = Action(Kind.FORWARD, stage, micro_batch)
-        position[action] = count
-        source = position[needed] if needed is not None else 0
-        program.append((rank, stage * len(_KINDS) + _KINDS.index(kind), source, link if pp > 1 else -1))
+    program: list[tuple[int, int, int, int]] = []
+    given = [0] * micro_batches
+    # Positions of forwards and of backwards, or their input halves, by stage and micro-batch; 0 is not laid out yet.
+    forwards, backwards = ([[0] * micro_batches for _ in range(order.num_stages)] for _ in range(2))
+    # A rank's own order is kept, so that every link, which has one reader, keeps that of its messages.
+    queues = [deque(actions) for actions in order.ranks]
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            while queue:
+                kind, stage, micro_batch = queue[0].kind, queue[0].stage, queue[0].micro_batch
+                link, needed = -1, given
+                if kind is Kind.BACKWARD_WEIGHT:
+                    needed = backwards[stage]
+                elif kind is not Kind.FORWARD:
+                    needed = forwards[last]
+                    if stage < last:
+                        link, needed = pp + (stage + 1) % pp, backwards[stage + 1]
+                elif stage > 0:
+                    link, needed = (stage - 1) % pp, forwards[stage - 1]
+                source = needed[micro_batch]
+                if not source and needed is not given:
+                    break
+                queue.popleft()
+                program.append((rank, stage * len(_KINDS) + _KINDS.index(kind), source, link))
+                if kind is not Kind.BACKWARD_WEIGHT:
+                    (forwards if kind is Kind.FORWARD else backwards)[stage][micro_batch] = len(program)
     return tuple(program)

@@ -20,19 +20,35 @@ def build_schedule(name: Schedule, pp: int, vpp: int, num_micro_batches: int) ->
     Raises:
         InputError: the numbers do not fit the schedule; see `schedule_problems`.
     """
+    _refuse(name, pp, vpp, num_micro_batches)
+    orders = tuple(_rank_order(name, rank, pp, vpp, num_micro_batches) for rank in range(pp))
+    return PipelineSchedule(name, pp * vpp, num_micro_batches, orders)
+
+
+def rank_order(name: Schedule, rank: int, pp: int, vpp: int, num_micro_batches: int) -> tuple[Action, ...]:
+    """The same of one pipeline rank.
+
+    Raises:
+        InputError: as `build_schedule`.
+    """
+    _refuse(name, pp, vpp, num_micro_batches)
+    return _rank_order(name, rank, pp, vpp, num_micro_batches)
+
+
+def _refuse(name: Schedule, pp: int, vpp: int, num_micro_batches: int) -> None:
     problems = schedule_problems(name, pp, vpp, num_micro_batches)
     if problems:
         raise InputError(problems)
-    ranks = range(pp)
+
+
+def _rank_order(name: Schedule, rank: int, pp: int, vpp: int, num_micro_batches: int) -> tuple[Action, ...]:
     if name == "gpipe":
-        orders = tuple(gpipe(rank, num_micro_batches) for rank in ranks)
-    elif name == "1f1b":
-        orders = tuple(one_forward_one_backward(rank, pp, num_micro_batches) for rank in ranks)
-    elif name == "interleaved":
-        orders = tuple(interleaved(rank, pp, vpp, num_micro_batches) for rank in ranks)
-    else:
-        orders = tuple(zero_bubble(rank, pp, num_micro_batches) for rank in ranks)
-    return PipelineSchedule(name, pp * vpp, num_micro_batches, orders)
+        return gpipe(rank, num_micro_batches)
+    if name == "1f1b":
+        return one_forward_one_backward(rank, pp, num_micro_batches)
+    if name == "interleaved":
+        return interleaved(rank, pp, vpp, num_micro_batches)
+    return zero_bubble(rank, pp, num_micro_batches)
 
 
 def schedule_problems(name: str, pp: int, vpp: int, num_micro_batches: int) -> list[Problem]:
