@@ -13,7 +13,7 @@ from triweave.config.values import value_problems
 from triweave.errors import InputError, Problem
 from triweave.layout import Layout, balanced_layers, even_layers
 from triweave.model_spec import ModelSpec, spec_from_folder
-from triweave.rules import grid_problems, model_problems, size_problems
+from triweave.rules import fp8_problems, grid_problems, model_problems, size_problems
 from triweave.weights_index import weight_problems
 
 
@@ -68,6 +68,8 @@ def validate(run: Run, *, world_size: int | None = None, gpus_per_node: int | No
             # With a number of ranks that is not the grid's, nobody knows where its nodes end.
             across = run.layout.tp_across_nodes or ranks not in (None, layout.world_size)
             problems += model_problems(spec, layout, seq_len=seq_len, gpus_per_node=per_node, tp_across_nodes=across)
+            if run.model.fp8 and not problems:
+                problems += fp8_problems(spec, layout, seq_len)
     if problems or spec is None:
         raise InputError(problems)
     return ResolvedRun(run, spec, layout, cluster, layout.micro_batches(global_batch), per_node)

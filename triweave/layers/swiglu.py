@@ -21,13 +21,15 @@ class SwiGLU(nn.Module):
     would give half the ranks only gates.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel, *, recompute: bool) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, tp: TensorParallel, *, recompute: bool, fp8: bool = False
+    ) -> None:
         """`intermediate_size` is the whole model's; `recompute` keeps gate and up but not their product."""
         super().__init__()
         width = intermediate_size // tp.size
         self.recompute = recompute
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, 2 * width, tp)
-        self.down_proj = RowParallelLinear(width, hidden_size, tp)
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, 2 * width, tp, fp8=fp8)
+        self.down_proj = RowParallelLinear(width, hidden_size, tp, fp8=fp8)
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """What `gate_up_proj` gave, `[seq, batch, 2 * ffn/tp]`, to `[seq/tp, batch, hidden]`."""

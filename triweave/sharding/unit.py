@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from triweave.collectives import gather_into, reduce_scatter_into, start_all_reduce
 from triweave.groups import Groups
+from triweave.layers.fp8 import forget_casts
 from triweave.layout import Shard
 from triweave.parameters import LocalParameter, Piece
 
@@ -111,10 +112,12 @@ class Unit:
         # In float32 the weights are their own master, unless they are freed between uses.
         same = self.weight.dtype is torch.float32 and self.shard != "full"
         self.master = shard if same else shard.to(torch.float32, copy=True)
+        self._forget_casts(changed=True)
         self.release()
 
     def publish(self) -> None:
         """Start to give every rank the weights that the optimizer has just changed in the master shards."""
+        self._forget_casts(changed=True)
         if self.shard != "full":
             self.finish_gather()
             self._start_gather()
@@ -141,6 +144,11 @@ class Unit:
         if self.shard == "full":
             self.finish_gather()
             self.weight.untyped_storage().resize_(0)
+            self._forget_casts(changed=False)
+
+    def _forget_casts(self, *, changed: bool) -> None:
+        for parameter in self._holders.values():
+            forget_casts(parameter, changed=changed)
 
     def _start_gather(self) -> None:
         mine = self._owned(self.weight)
