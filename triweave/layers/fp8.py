@@ -14,6 +14,7 @@ from torch import Tensor
 
 from triweave.gradients import main_grad
 from triweave.kernels.dispatch import uses_kernels
+from triweave.kernels.noted import noted_amax
 
 VALUES = torch.float8_e4m3fn
 """Of activations and weights: three bits of mantissa."""
@@ -155,17 +156,10 @@ def _weight_amax(weight: Tensor, casts: _Casts) -> Tensor:
 # --- from 16 or 32 bits to 8 ------------------------------------------------------------------------------------------
 
 
-def note_amax(x: Tensor, partial: Tensor) -> None:
-    """Leave with `x` the largest magnitudes of its parts, which what made it has found on the way."""
-    x.amax_parts = (partial, x._version)  # type: ignore[attr-defined]
-
-
 def _amax(x: Tensor) -> Tensor:
     """The largest magnitude of a tensor, a float32 scalar: noted by what made it, or found now."""
-    parts, version = getattr(x, "amax_parts", (None, 0))
-    # Autograd may add another gradient to one in place; then what was noted is of another tensor.
-    if parts is not None and version == x._version:
-        noted: Tensor = parts.amax()
+    noted = noted_amax(x)
+    if noted is not None:
         return noted
     if uses_kernels(x):
         from triweave.kernels.fp8 import largest_magnitude
