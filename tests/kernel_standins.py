@@ -65,22 +65,24 @@ def norm_backward(
     return grad, grad_weight
 
 
-def swiglu_forward(gate_up: Tensor) -> Tensor:
+def swiglu_forward(gate_up: Tensor, *, notes: bool = False) -> Tensor:
     product = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     with _disable_current_modes():
         gate, up = gate_up.double().chunk(2, -1)
         product.copy_(torch.nn.functional.silu(gate) * up)
-        note_amax(product, product.abs().amax().float())
+        if notes:
+            note_amax(product, product.abs().amax().float())
     return product
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+def swiglu_backward(grad: Tensor, gate_up: Tensor, *, notes: bool = False) -> Tensor:
     result = torch.empty_like(gate_up)
     with _disable_current_modes(), torch.enable_grad():
         x = gate_up.double().requires_grad_()
         gate, up = x.chunk(2, -1)
         result.copy_(torch.autograd.grad(torch.nn.functional.silu(gate) * up, x, grad.double())[0])
-        note_amax(result, result.abs().amax().float())
+        if notes:
+            note_amax(result, result.abs().amax().float())
     return result
 
 

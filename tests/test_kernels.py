@@ -74,10 +74,10 @@ def test_swiglu_is_the_formula(rows: int, width: int, dtype: torch.dtype) -> Non
     whole = gate_up.double().requires_grad_()
     gate, up = whole.chunk(2, -1)
     expected = silu(gate) * up
-    product = swiglu.swiglu_forward(gate_up)
+    product = swiglu.swiglu_forward(gate_up, notes=True)
     near(product, expected.detach(), slack=2)
     (gradient,) = torch.autograd.grad(expected, whole, upstream.double())
-    ours = swiglu.swiglu_backward(upstream, gate_up)
+    ours = swiglu.swiglu_backward(upstream, gate_up, notes=True)
     near(ours, gradient, slack=2)
     for made in (product, ours):
         noted = noted_amax(made)

@@ -1,4 +1,4 @@
-"""`silu(gate) * up`, forward and backward, each in one pass, which also notes the largest magnitude for fp8."""
+"""`silu(gate) * up`, forward and backward, each in one pass, which can note the largest magnitude too."""
 
 from __future__ import annotations
 
@@ -12,34 +12,38 @@ from triweave.kernels.noted import note_amax
 _BLOCK, _WARPS = 2048, 4
 
 
-def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """`[..., 2 * width]`, gate before up, to `[..., width]`."""
+def swiglu_forward(gate_up: Tensor, *, notes: bool = False) -> Tensor:
+    """`[..., 2 * width]`, gate before up, to `[..., width]`; `notes` its largest magnitude for a cast to fp8."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     product = gate_up.new_empty((*gate_up.shape[:-1], width))
     block = min(_BLOCK, triton.next_power_of_2(width))
     grid = (product.numel() // width, triton.cdiv(width, block))
-    amax = torch.empty(grid, dtype=torch.float32, device=gate_up.device)
-    _forward[grid](gate_up, product, amax, width, BLOCK=block, num_warps=_WARPS)
-    note_amax(product, amax)
+    amax = torch.empty(grid if notes else 0, dtype=torch.float32, device=gate_up.device)
+    _forward[grid](gate_up, product, amax, width, NOTES=notes, BLOCK=block, num_warps=_WARPS)
+    if notes:
+        note_amax(product, amax)
     return product
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of `[..., width]` to that of gate and up, `[..., 2 * width]`."""
+def swiglu_backward(grad: Tensor, gate_up: Tensor, *, notes: bool = False) -> Tensor:
+    """The gradient of `[..., width]` to that of gate and up, `[..., 2 * width]`; `notes` as in forward."""
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
     width = grad.shape[-1]
     grad_gate_up = torch.empty_like(gate_up)
     block = min(_BLOCK, triton.next_power_of_2(width))
     grid = (grad.numel() // width, triton.cdiv(width, block))
-    amax = torch.empty(grid, dtype=torch.float32, device=grad.device)
-    _backward[grid](grad, gate_up, grad_gate_up, amax, width, BLOCK=block, num_warps=_WARPS)
-    note_amax(grad_gate_up, amax)
+    amax = torch.empty(grid if notes else 0, dtype=torch.float32, device=grad.device)
+    _backward[grid](grad, gate_up, grad_gate_up, amax, width, NOTES=notes, BLOCK=block, num_warps=_WARPS)
+    if notes:
+        note_amax(grad_gate_up, amax)
     return grad_gate_up
 
 
 @triton.jit
-def _forward(gate_up: tl.tensor, product: tl.tensor, amax: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _forward(
+    gate_up: tl.tensor, product: tl.tensor, amax: tl.tensor, width: tl.tensor, NOTES: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -48,7 +52,8 @@ def _forward(gate_up: tl.tensor, product: tl.tensor, amax: tl.tensor, width: tl.
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
     result = gate * tl.sigmoid(gate) * up
     tl.store(product + row * width + columns, result.to(product.dtype.element_ty), mask=inside)
-    tl.store(amax + row * tl.num_programs(1) + tl.program_id(1), tl.max(tl.abs(result)))
+    if NOTES:
+        tl.store(amax + row * tl.num_programs(1) + tl.program_id(1), tl.max(tl.abs(result)))
 
 
 @triton.jit
@@ -58,6 +63,7 @@ def _backward(
     grad_gate_up: tl.tensor,
     amax: tl.tensor,
     width: tl.tensor,
+    NOTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -75,5 +81,6 @@ def _backward(
     of_up = upstream * silu
     tl.store(result, of_gate.to(element), mask=inside)
     tl.store(result + width, of_up.to(element), mask=inside)
-    largest = tl.max(tl.maximum(tl.abs(of_gate), tl.abs(of_up)))
-    tl.store(amax + row * tl.num_programs(1) + tl.program_id(1), largest)
+    if NOTES:
+        largest = tl.max(tl.maximum(tl.abs(of_gate), tl.abs(of_up)))
+        tl.store(amax + row * tl.num_programs(1) + tl.program_id(1), largest)

@@ -20,7 +20,7 @@ VALUES = torch.float8_e4m3fn
 """Of activations and weights: three bits of mantissa."""
 
 GRADIENTS = torch.float8_e5m2
-"""Of gradients, whose magnitudes differ more from token to token: two bits, and 2^14 times the range."""
+"""Of gradients, whose magnitudes differ more from token to token: two bits, and 2^15 times the range."""
 
 FAST_GRADIENTS = False
 """Whether gradients too are summed in the tensor cores' own registers, of some 14 bits, as outputs are."""
