@@ -206,8 +206,8 @@ def swiglu_operations(s: Shape) -> list[Operation]:
         return torch.cat((grad_gate, grad * gate * sigmoid), dim=-1)
 
     def backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-        saved = type("Context", (), {"saved_tensors": (gate_up,)})
-        return swiglu._SwiGLU.backward(saved, grad)
+        saved = type("Context", (), {"saved_tensors": (gate_up,), "for_fp8": False})
+        return swiglu._SwiGLU.backward(saved, grad)[0]
 
     f = s.ffn
     return [

@@ -6,6 +6,7 @@ from dispatch modes, as what a kernel holds in registers is from the allocator: 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from packaging.version import Version
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from triweave.kernels.noted import note_amax
+
 INTERPRETED = (
     os.environ.get("TRITON_INTERPRET") == "1"
     and find_spec("triton") is not None
@@ -27,7 +30,7 @@ INTERPRETED = (
 )
 """Whether the Triton kernels run on the CPU. Triton 3.6 takes int() of an array there, which numpy 2.4 refuses."""
 
-OPERATIONS = ("norm", "swiglu", "rotary", "cross_entropy")
+OPERATIONS = ("norm", "swiglu", "rotary", "cross_entropy", "fp8")
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -62,20 +65,24 @@ def norm_backward(
     return grad, grad_weight
 
 
-def swiglu_forward(gate_up: Tensor) -> Tensor:
+def swiglu_forward(gate_up: Tensor, *, notes: bool = False) -> Tensor:
     product = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     with _disable_current_modes():
         gate, up = gate_up.double().chunk(2, -1)
         product.copy_(torch.nn.functional.silu(gate) * up)
+        if notes:
+            note_amax(product, product.abs().amax().float())
     return product
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+def swiglu_backward(grad: Tensor, gate_up: Tensor, *, notes: bool = False) -> Tensor:
     result = torch.empty_like(gate_up)
     with _disable_current_modes(), torch.enable_grad():
         x = gate_up.double().requires_grad_()
         gate, up = x.chunk(2, -1)
         result.copy_(torch.autograd.grad(torch.nn.functional.silu(gate) * up, x, grad.double())[0])
+        if notes:
+            note_amax(result, result.abs().amax().float())
     return result
 
 
@@ -116,6 +123,23 @@ def logits_to_gradient(
         columns = torch.arange(logits.shape[-1])
         gradient = (probability - (columns == local_targets.unsqueeze(-1)).double()) * scale.unsqueeze(-1)
         logits.copy_(gradient.masked_fill(columns >= num_valid, 0))
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    return x.abs().amax().float()
+
+
+def cast(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    exponent = math.floor(math.log2(torch.finfo(dtype).max / amax.item()))
+    values = (x.double() * 2.0**exponent).float().to(dtype)
+    scale = torch.tensor(2.0**-exponent)
+    return values if rows else None, values.t().contiguous() if columns else None, scale
+
+
+def add_into(total: Tensor, product: Tensor) -> None:
+    total += product
 
 
 @contextmanager

@@ -42,14 +42,20 @@ class DecoderLayer(nn.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(
-        self, spec: ModelSpec, tp: TensorParallel, kernel: AttentionKernel, recompute: tuple[Recompute, ...]
+        self,
+        spec: ModelSpec,
+        tp: TensorParallel,
+        kernel: AttentionKernel,
+        recompute: tuple[Recompute, ...],
+        *,
+        fp8: bool = False,
     ) -> None:
         super().__init__()
         self.recompute = frozenset(recompute)
         self.input_layernorm = ResidualRMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
-        self.self_attn = Attention(spec, tp, kernel)
+        self.self_attn = Attention(spec, tp, kernel, fp8=fp8)
         self.post_attention_layernorm = ResidualRMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
-        self.mlp = SwiGLU(spec.hidden_size, spec.intermediate_size, tp, recompute="swiglu" in self.recompute)
+        self.mlp = SwiGLU(spec.hidden_size, spec.intermediate_size, tp, recompute="swiglu" in self.recompute, fp8=fp8)
 
     def forward(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
         """`[seq/tp, batch, hidden]` to the same shape."""
@@ -92,7 +98,7 @@ class Decoder(nn.Module):
     """The part of Hugging Face's `model.` that a stage holds."""
 
     def __init__(
-        self, spec: ModelSpec, layout: Layout, stage: int, tp: TensorParallel, kernel: AttentionKernel
+        self, spec: ModelSpec, layout: Layout, stage: int, tp: TensorParallel, kernel: AttentionKernel, *, fp8: bool
     ) -> None:
         super().__init__()
         self.embed_tokens = (
@@ -102,7 +108,7 @@ class Decoder(nn.Module):
         )
         # Keyed by the layer's number in the whole model, so that names are the same on every layout.
         self.layers = nn.ModuleDict(
-            {str(layer): DecoderLayer(spec, tp, kernel, layout.recompute) for layer in layout.layers_of(stage)}
+            {str(layer): DecoderLayer(spec, tp, kernel, layout.recompute, fp8=fp8) for layer in layout.layers_of(stage)}
         )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, tp) if holds_head(layout, stage) else None
 
@@ -118,11 +124,13 @@ class Stage(nn.Module):
         tp: TensorParallel,
         kernel: AttentionKernel,
         frequencies: Tensor,
+        *,
+        fp8: bool = False,
     ) -> None:
-        """`frequencies` are `rotary.inverse_frequencies` on the device that computes."""
+        """`frequencies` are `rotary.inverse_frequencies` on the device that computes; `fp8` is of the layers alone."""
         super().__init__()
         self.frequencies = frequencies
-        self.model = Decoder(spec, layout, stage, tp, kernel)
+        self.model = Decoder(spec, layout, stage, tp, kernel, fp8=fp8)
         self.lm_head: ColumnParallelLinear | None = None
         if holds_head(layout, stage):
             self.lm_head = ColumnParallelLinear(spec.hidden_size, vocab_rows(spec.vocab_size, tp.size), tp)

@@ -12,6 +12,9 @@ from triweave.errors import Problem, divisors, nearest_number
 from triweave.layout import Layout, even_layers
 from triweave.model_spec import ModelSpec
 
+FP8_DIVISOR = 16
+"""Bytes in which tensor cores read a row of fp8: every size of a product is a multiple of it."""
+
 
 def layout_problems(
     spec: ModelSpec,
@@ -82,6 +85,24 @@ def model_problems(
     """The rules about the model's sizes: heads, widths, layers, sequence. Sizes must be positive."""
     node = None if tp_across_nodes else gpus_per_node
     return [*_tensor(spec, layout, node), *_stages(spec, layout), *_sequence(spec, layout, seq_len)]
+
+
+def fp8_problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[Problem]:
+    """Sizes of a rank's products that tensor cores cannot take in fp8; the layout must be legal otherwise."""
+    tp, by = layout.tp, FP8_DIVISOR
+    kv_heads = max(1, spec.num_key_value_heads // tp)
+    sizes = {
+        "hidden_size": spec.hidden_size,
+        f"the attention heads of a rank, {spec.num_attention_heads} / {tp} x {spec.head_dim}": spec.query_size // tp,
+        f"the key/value heads of a rank, {kv_heads} x {spec.head_dim}": kv_heads * spec.head_dim,
+        f"intermediate_size / tp = {spec.intermediate_size} / {tp}": spec.intermediate_size // tp,
+        f"seq_len x micro_batch = {seq_len} x {layout.micro_batch}": seq_len * layout.micro_batch,
+    }
+    return [
+        Problem("model.fp8", True, f"needs sizes that are multiples of {by}: {name} is {size}", "false")
+        for name, size in sizes.items()
+        if size % by
+    ]
 
 
 def _world(layout: Layout, world_size: int) -> Iterator[Problem]:

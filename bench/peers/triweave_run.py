@@ -1,7 +1,7 @@
 """One rank of triweave: its own engine and optimizer step, on random weights and tokens.
 
 Weights, activations and their gradients in bf16, gradient sums, master weights and moments in float32. Options:
-`shard`, `schedule`, `recompute` (a comma list), each as in a run file.
+`shard`, `schedule`, `recompute` (a comma list), each as in a run file, and `fp8` (`on`: the layers' products).
 """
 
 from __future__ import annotations
@@ -55,14 +55,17 @@ def main() -> None:
     if process is None:
         raise SystemExit("bench/throughput.py starts this")
     shape, layout, device = shapes()[case.shape], layout_of(case), stopwatch.device()
-    run = Run(model=ModelConfig(path="", weights="random"), data=DataConfig(train=("",), seq_len=shape.seq_len))
+    fp8 = case.option("fp8", "off") == "on"
+    model = ModelConfig(path="", weights="random", fp8=fp8)
+    run = Run(model=model, data=DataConfig(train=("",), seq_len=shape.seq_len))
     resolved = ResolvedRun(run, shape.spec, layout, None, case.num_micro_batches, layout.world_size)
     with process_group(process, device, 300):
         with patch.object(engines, "draw_weights", fill_on_device):
             engine = engines.build_engine(resolved, device)
         work = random_batch(case, device)
         seconds = stopwatch.time_steps(lambda: train_step(engine, work, 1e-5, 1.0))
-        notes = f"bf16 compute, float32 masters, moments and gradient sums; replicas: {engine.sharding.memory.name}"
+        products = "bf16 compute, products of the layers in fp8" if fp8 else "bf16 compute"
+        notes = f"{products}, float32 masters, moments and gradient sums; replicas: {engine.sharding.memory.name}"
         peak = torch.cuda.max_memory_allocated() + engine.unseen_bytes if device.type == "cuda" else 0
         stopwatch.save(seconds, notes, peak_bytes=peak)
 

@@ -136,8 +136,8 @@ def case_sets(shape: str) -> dict[str, list[Case]]:
     """Named lists of cases on one shape, the most telling first.
 
     `best` holds, for each layout, ours and each peer at a setting that is expected to be its fastest; `sweep` the
-    settings around it, so that the fastest is found and not assumed. What does not fit stays: a row that says so is an
-    answer.
+    settings around it, so that the fastest is found and not assumed; `fp8` ours, each in bf16 and in fp8. What does not
+    fit stays: a row that says so is an answer.
     """
     # As many sequences in a micro-batch as make 16,384 tokens, where the GPU has its products at full speed.
     many = 4 if shapes()[shape].seq_len == 4096 else 2
@@ -195,6 +195,12 @@ def case_sets(shape: str) -> dict[str, list[Case]]:
         row("transformers", "dp2", 2, recompute="layer"),
         row("transformers", "dp2", 1, recompute="layer", compile="on"),
     ]
+    rows = [*dp, *tp, *pp, *more]
+    pairs = [case for case in rows if case.system == "triweave" for case in (case, _in_fp8(case))]
     # Round by round, so that a budget that ends early leaves no layout without a comparison.
     best = [case for part in (slice(2), slice(2, None)) for group in (dp, tp, pp) for case in group[part]]
-    return {"best": best, "dp": dp, "tp": tp, "pp": pp, "sweep": more, "all": best + more}
+    return {"best": best, "dp": dp, "tp": tp, "pp": pp, "sweep": more, "fp8": pairs, "all": best + more}
+
+
+def _in_fp8(case: Case) -> Case:
+    return replace(case, options={**case.options, "fp8": "on"})

@@ -22,6 +22,8 @@ class ModelConfig:
     """`load` reads the folder's safetensors; `random` draws new weights (the folder needs only config.json)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of weights and activations. Master weights, moments and gradient sums are float32 always."""
+    fp8: bool = False
+    """Multiply in fp8 inside the layers, forward and backward; needs a Hopper or Ada GPU, or a newer one."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """Attention kernel; `auto` takes the fastest one this machine has and the log names it."""
 

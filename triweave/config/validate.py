@@ -15,7 +15,14 @@ from triweave.config.values import value_problems
 from triweave.errors import InputError, Problem
 from triweave.layout import Layout, balanced_layers, even_layers
 from triweave.model_spec import ModelSpec, spec_from_folder
-from triweave.rules import even_problems, grid_problems, model_problems, size_problems, trainer_problems
+from triweave.rules import (
+    even_problems,
+    fp8_problems,
+    grid_problems,
+    model_problems,
+    size_problems,
+    trainer_problems,
+)
 from triweave.weights_index import weight_problems
 
 
@@ -74,6 +81,8 @@ def validate(
             if run.layout.layers == "even":
                 problems += even_problems(spec, layout)
             problems += model_problems(spec, layout, seq_len=seq_len, gpus_per_node=per_node, tp_across_nodes=across)
+            if run.model.fp8 and not problems:
+                problems += fp8_problems(spec, layout, seq_len)
     if problems or spec is None:
         raise InputError(problems)
     return ResolvedRun(run, spec, layout, cluster, layout.micro_batches(global_batch), per_node)

@@ -71,15 +71,15 @@ class Attention(nn.Module):
     key/value heads, several ranks hold the same one and their gradients are summed (`Piece.partial`).
     """
 
-    def __init__(self, spec: ModelSpec, tp: TensorParallel, kernel: AttentionKernel) -> None:
+    def __init__(self, spec: ModelSpec, tp: TensorParallel, kernel: AttentionKernel, *, fp8: bool = False) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
         self.num_heads = spec.num_attention_heads // tp.size
         self.num_kv_heads = max(1, spec.num_key_value_heads // tp.size)
         self.kernel = kernel
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        self.qkv_proj = ColumnParallelLinear(spec.hidden_size, width, tp, bias=spec.attention_bias)
-        self.o_proj = RowParallelLinear(self.num_heads * self.head_dim, spec.hidden_size, tp)
+        self.qkv_proj = ColumnParallelLinear(spec.hidden_size, width, tp, bias=spec.attention_bias, fp8=fp8)
+        self.o_proj = RowParallelLinear(self.num_heads * self.head_dim, spec.hidden_size, tp, fp8=fp8)
 
     def forward(self, qkv: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
         """What `qkv_proj` gave, `[seq, batch, (heads + 2 kv_heads)/tp * head_dim]`, to `[seq/tp, batch, hidden]`."""

@@ -11,6 +11,7 @@ follows the first with no communication between them (Shoeybi et al. 1909.08053)
     row                    all-reduce of y         -
 
 Here is when it starts and what is computed meanwhile; `products.py` cuts the products, `triweave.transport` carries.
+The same in fp8 is in `fp8_linear.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from triweave.collectives import (
     reduce_scatter_to_sequence_parallel,
 )
 from triweave.gradients import add_product, add_to_main_grad
+from triweave.layers.fp8_linear import multiply_columns_in_fp8, multiply_rows_in_fp8
 from triweave.layers.products import multiply_and_scatter, multiply_gathered
 from triweave.layers.tensor_parallel import TensorParallel
 from triweave.transport.interface import Gathering
@@ -40,15 +42,20 @@ class ColumnParallelLinear(nn.Module):
     product, and the input gradient's reduction beside the weight gradient's.
     """
 
-    def __init__(self, in_features: int, out_features: int, tp: TensorParallel, *, bias: bool = False) -> None:
-        """`out_features` are this rank's own."""
+    def __init__(
+        self, in_features: int, out_features: int, tp: TensorParallel, *, bias: bool = False, fp8: bool = False
+    ) -> None:
+        """`out_features` are this rank's own; `fp8` multiplies in fp8, forward and backward."""
         super().__init__()
         self.tp = tp
+        self.fp8 = fp8
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """`[seq/tp, batch, in]` or `[seq, batch, in]` to `[seq, batch, out/tp]`."""
+        if self.fp8:
+            return multiply_columns_in_fp8(x, self.weight, self.bias, self.tp)
         product: Tensor = _Column.apply(x, self.weight, self.bias, self.tp)
         return product
 
@@ -59,14 +66,17 @@ class RowParallelLinear(nn.Module):
     Forward: `[seq, batch, in/tp]` to `[seq/tp, batch, out]` (`[seq, batch, out]` without sequence parallelism).
     """
 
-    def __init__(self, in_features: int, out_features: int, tp: TensorParallel) -> None:
-        """`in_features` are this rank's own."""
+    def __init__(self, in_features: int, out_features: int, tp: TensorParallel, *, fp8: bool = False) -> None:
+        """`in_features` are this rank's own; `fp8` multiplies in fp8, forward and backward."""
         super().__init__()
         self.tp = tp
+        self.fp8 = fp8
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[seq, batch, in/tp]` to `[seq/tp, batch, out]` or `[seq, batch, out]`."""
+        if self.fp8:
+            return multiply_rows_in_fp8(x, self.weight, self.tp)
         gradient_of_sum: list[Tensor] = []
         x = _RowWeight.apply(x, self.weight, self.tp, gradient_of_sum)
         total: Tensor = _Row.apply(x, self.weight, self.tp, gradient_of_sum)

@@ -30,6 +30,11 @@ class TensorParallel:
         return self.chosen or Collectives(self.group, self.sequence_parallel)
 
     @property
+    def gathers(self) -> bool:
+        """Whether products need slices of other ranks: activations between them are sliced."""
+        return self.sequence_parallel and self.size > 1
+
+    @property
     def size(self) -> int:
         """Number of tensor-parallel ranks."""
         return self.group.size

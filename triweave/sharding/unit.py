@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from triweave.gradients import begin_sum, main_grad
 from triweave.groups import Groups
+from triweave.layers.fp8 import forget_casts
 from triweave.layout import Shard
 from triweave.parameters import LocalParameter, Piece
 from triweave.sharing import shares_sums, shares_weights
@@ -126,10 +127,12 @@ class Unit:
         """Take the float32 master shard from the weights that were just written into the parameters."""
         shard = self._owned(self.weight)
         self.master = shard if self._is_own_master else shard.to(torch.float32, copy=True)
+        self._forget_casts(changed=True)
         self.release()
 
     def publish(self) -> None:
         """Start to give every rank the weights that the optimizer has just changed in the master shards."""
+        self._forget_casts(changed=True)
         if self.shard != "full":
             self.finish_gather()
             self._start_gather()
@@ -173,6 +176,11 @@ class Unit:
         if self.shard == "full":
             self.finish_gather()
             self.weight.untyped_storage().resize_(0)
+            self._forget_casts(changed=False)
+
+    def _forget_casts(self, *, changed: bool) -> None:
+        for parameter in self._holders.values():
+            forget_casts(parameter, changed=changed)
 
     def _start_gather(self) -> None:
         if not (self._is_own_master or self._is_written):

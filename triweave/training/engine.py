@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from triweave.config.validate import ResolvedRun
+from triweave.errors import InputError, Problem
 from triweave.gradients import WeightGradients
 from triweave.groups import Groups, make_groups
 from triweave.layers.attention import AttentionKernel, choose_kernel
@@ -35,6 +36,9 @@ from triweave.transport.choose import choose_memory, choose_transport
 from triweave.transport.copy_engine import CopyEngines
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+FP8_CAPABILITY = (8, 9)
+"""Ada, the first with tensor cores for fp8; Hopper is 9.0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ def build_engine(
         # hold whoever made it: an engine that was built before this one would keep its memory.
         gc.collect()
     run, spec, layout = resolved.run, resolved.spec, resolved.layout
+    if run.model.fp8:
+        check_fp8(device)
     schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, resolved.num_micro_batches)
     groups = make_groups(layout, spec, channels(schedule), device, run.runtime.timeout_s)
     kernel = choose_kernel(run.model.attention, device)
@@ -89,7 +95,9 @@ def build_engine(
     )
     tp = TensorParallel(groups.tp, sequence_parallel, WeightGradients(), transport)
 
-    stages, units, memory = build_stages(spec, layout, groups, tp, kernel, dtype, run.runtime.overlap_dp)
+    stages, units, memory = build_stages(
+        spec, layout, groups, tp, kernel, dtype, run.runtime.overlap_dp, fp8=run.model.fp8
+    )
     if fill is not None:
         fill(units)
     elif run.model.weights == "load":
@@ -114,6 +122,21 @@ def build_engine(
     return Engine(spec, layout, groups, kernel, tp, stages, sharding, pipeline, schedule, optimizer)
 
 
+def check_fp8(device: torch.device) -> None:
+    """Refuse fp8 where the tensor cores have none. The CPU computes it too, for tests.
+
+    Raises:
+        InputError: the GPU is older than Ada.
+    """
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        needed, found = (".".join(map(str, pair)) for pair in (FP8_CAPABILITY, capability))
+        rule = f"needs a GPU of compute capability {needed} or more; {torch.cuda.get_device_name(device)} has {found}"
+        raise InputError(Problem("model.fp8", True, rule, "false"))
+
+
 def build_stages(
     spec: ModelSpec,
     layout: Layout,
@@ -122,6 +145,8 @@ def build_stages(
     kernel: AttentionKernel,
     dtype: torch.dtype,
     overlap_dp: Literal["auto", "off"],
+    *,
+    fp8: bool = False,
 ) -> tuple[dict[int, Stage], list[Unit], Memory]:
     """This rank's virtual stages, the units that hold their parameters (still without values), and where those lie."""
     numbers = layout.stages_of(groups.at.pp)
@@ -140,7 +165,7 @@ def build_stages(
     stages: dict[int, Stage] = {}
     for number in numbers:
         with torch.device("meta"):
-            stage = Stage(spec, layout, number, tp, kernel, frequencies)
+            stage = Stage(spec, layout, number, tp, kernel, frequencies, fp8=fp8)
         names = {parameter.name for parameter in stage_parameters(spec, layout, number, groups.tp.rank)}
         place_parameters(stage, [unit for unit in units if names & {p.name for p in unit.parameters}])
         stages[number] = stage

@@ -16,7 +16,7 @@ from triweave.training.batches import batch_of, stage_input
 from triweave.training.engine import DTYPES, build_engine
 from triweave.training.process import Process
 from triweave.training.processes import choose_device, process_group
-from triweave.verify.compare import Tolerance, Verdict, compare_with_reference, tolerance_for
+from triweave.verify.compare import Tolerance, Verdict, compare_with_reference, in_fp8, tolerance_for
 from triweave.verify.reference import Reference, Sample, compute_reference
 
 REFERENCE_FILE = "reference.json"
@@ -47,6 +47,8 @@ def write_references(resolved: ResolvedRun, prepared: PreparedData) -> None:
     if dtype is not torch.float32:
         rounded = compute_reference(model, samples, folder / "rounded.safetensors", dtype, device)
         tolerance = tolerance_for(reference, rounded)
+    if resolved.run.model.fp8:
+        tolerance = in_fp8(tolerance)
     record = {"loss": reference.loss, "tolerance": asdict(tolerance)}
     (folder / REFERENCE_FILE).write_text(json.dumps(record), encoding="utf-8")
 
@@ -76,7 +78,7 @@ def describe(verdict: Verdict, resolved: ResolvedRun) -> str:
     name, relative = verdict.worst_gradient
     worst_output = max(verdict.outputs.items(), key=lambda item: (item[1] != item[1], item[1]))
     lines = [
-        f"layout          {resolved.layout}, {resolved.run.model.dtype}, against transformers in float32",
+        f"layout          {resolved.layout}, {_precision(resolved)}, against transformers in float32",
         f"loss            {verdict.layout_loss:.8f}, reference {verdict.reference_loss:.8f},"
         f" relative difference {verdict.loss_error / abs(verdict.reference_loss):.1e}",
         f"worst output    {worst_output[0]}: relative error {worst_output[1]:.1e}",
@@ -87,6 +89,11 @@ def describe(verdict: Verdict, resolved: ResolvedRun) -> str:
     else:
         lines.append(f"DIFFERENT: the first to differ is {verdict.first_difference}")
     return "\n".join(lines)
+
+
+def _precision(resolved: ResolvedRun) -> str:
+    model = resolved.run.model
+    return f"{model.dtype}, products in fp8 (tolerances are wide)" if model.fp8 else model.dtype
 
 
 def _folder(resolved: ResolvedRun) -> Path:

@@ -1,0 +1,121 @@
+"""Tensors to fp8: the largest magnitude in one reading, then both orders in memory in another; and sums of products."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK, _WARPS = 4096, 8
+_TILE_TOKENS, _TILE_FEATURES, _TILE_WARPS = 128, 128, 8
+_PROGRAMS_PER_PROCESSOR = 8
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """The largest magnitude in a contiguous tensor, as a float32 scalar; a NaN may be passed over."""
+    x = x.contiguous()
+    count = x.numel()
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    programs = min(triton.cdiv(count, _BLOCK), _PROGRAMS_PER_PROCESSOR * processors)
+    partial = torch.empty(programs, dtype=torch.float32, device=x.device)
+    _largest[(programs,)](x, partial, count, BLOCK=_BLOCK, num_warps=_WARPS)
+    return partial.amax()
+
+
+def cast(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """A matrix in fp8, in its own order and transposed, from one reading.
+
+    Args:
+        x: `[tokens, features]`, contiguous.
+        amax: float32 scalar on the same device, at least the largest magnitude of `x`.
+        dtype: a float8 type.
+        rows: whether `[tokens, features]` is wanted.
+        columns: whether `[features, tokens]` is wanted.
+
+    Returns:
+        The two, and the float32 scalar that they are multiplied with to give `x` again.
+    """
+    tokens, features = x.shape
+    inverse_scale = torch.empty((), dtype=torch.float32, device=x.device)
+    straight = torch.empty((tokens, features), dtype=dtype, device=x.device) if rows else None
+    turned = torch.empty((features, tokens), dtype=dtype, device=x.device) if columns else None
+    some = straight if straight is not None else turned
+    # Tiles of one block of tokens are neighbours: what is written of a transposed row lies together in the cache.
+    grid = (triton.cdiv(tokens, _TILE_TOKENS), triton.cdiv(features, _TILE_FEATURES))
+    _cast[grid](
+        x,
+        amax,
+        some if straight is None else straight,
+        some if turned is None else turned,
+        inverse_scale,
+        tokens,
+        features,
+        torch.finfo(dtype).max,
+        ROWS=rows,
+        COLUMNS=columns,
+        TOKENS=_TILE_TOKENS,
+        FEATURES=_TILE_FEATURES,
+        num_warps=_TILE_WARPS,
+    )
+    return straight, turned, inverse_scale
+
+
+def add_into(total: Tensor, product: Tensor) -> None:
+    """Add a contiguous tensor of any type to a contiguous float32 one of the same size, in place."""
+    count = total.numel()
+    _add[(triton.cdiv(count, _BLOCK),)](total, product, count, BLOCK=_BLOCK, num_warps=_WARPS)
+
+
+@triton.jit
+def _largest(x: tl.tensor, partial: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
+    program = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    top = tl.zeros([BLOCK], dtype=tl.float32)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    at = program.to(tl.int64) * BLOCK
+    for _ in range(tl.cdiv(count - at, step)):
+        value = tl.load(x + at + lanes, mask=at + lanes < count, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(value))
+        at += step
+    tl.store(partial + program, tl.max(top))
+
+
+@triton.jit
+def _cast(
+    x: tl.tensor,
+    amax: tl.tensor,
+    straight: tl.tensor,
+    turned: tl.tensor,
+    inverse_scale: tl.tensor,
+    tokens: tl.tensor,
+    features: tl.tensor,
+    largest: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+) -> None:
+    # The power of two below largest / amax: a float32 without its mantissa.
+    ratio = largest / tl.maximum(tl.load(amax), 1e-30)
+    scale = (ratio.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)[None, :]
+    inside = (token < tokens) & (feature < features)
+    value = tl.load(x + token * features + feature, mask=inside, other=0.0).to(tl.float32) * scale
+    if ROWS:
+        tl.store(straight + token * features + feature, value.to(straight.dtype.element_ty), mask=inside)
+    if COLUMNS:
+        tl.store(turned + feature * tokens + token, value.to(turned.dtype.element_ty), mask=inside)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inverse_scale, 1.0 / scale)
+
+
+@triton.jit
+def _add(total: tl.tensor, product: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value = tl.load(product + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + at, tl.load(total + at, mask=inside, other=0.0) + value, mask=inside)
