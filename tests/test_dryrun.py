@@ -138,13 +138,13 @@ def test_the_closed_form_agrees(layout: Layout) -> None:
 def test_fewer_micro_batches_have_the_same_peak(schedule: Schedule, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The micro-batches that are left out would have repeated what was seen: the peak of all of them is the same."""
     layout = Layout(pp=4, vpp=2 if schedule == "interleaved" else 1, schedule=schedule)
-    run = resolved(layout, 24)
+    run = resolved(layout, 32)
     few = rank_memory(run, rank)
-    monkeypatch.setattr(dryrun_memory, "enough_micro_batches", lambda *_: 24)
+    monkeypatch.setattr(dryrun_memory, "enough_micro_batches", lambda *_: 32)
     every = rank_memory(run, rank)
-    assert every.micro_batches == 24
+    assert every.micro_batches == 32
     assert few.peak_bytes == every.peak_bytes
-    assert few.micro_batches <= (24 if schedule == "gpipe" else 20)
+    assert schedule == "gpipe" or few.micro_batches < 32
 
 
 def test_a_leak_of_the_trainer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

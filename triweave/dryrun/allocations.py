@@ -94,6 +94,15 @@ class Allocations(TorchDispatchMode):
             self.by_component[component] += one.size
             one.component = component
 
+    def set_apart(self, tensor: Tensor) -> None:
+        """Count a tensor no longer: another allocator has made it."""
+        with torch._C.DisableTorchFunction():
+            one = self.alive[tensor.untyped_storage()._cdata]
+        if one.block is not None:
+            self.allocator.release(one.block)
+        self._count(-one.size, one.component, "")
+        one.size, one.block = 0, None
+
     def add(self, size: int, component: str) -> None:
         """Take memory that no tensor holds, for good."""
         self.allocator.allocate(size)

@@ -13,8 +13,10 @@ from triweave.dryrun.batch import make_batch
 from triweave.dryrun.card import META, Card
 from triweave.dryrun.lone_rank import LAUNCH_QUEUE, LoneGroup, lone_rank
 from triweave.dryrun.places import Places
+from triweave.dryrun.transport import transport_on_paper
 from triweave.groups import Groups
 from triweave.layout import Layout
+from triweave.overlap import exchange_bytes
 from triweave.planner.allocator import CachingAllocator
 from triweave.planner.assumptions import OURS
 from triweave.planner.memory_moments import Moment, worst_moments
@@ -22,8 +24,12 @@ from triweave.schedule.build import build_schedule
 from triweave.sharding import Unit
 from triweave.training.engine import Engine, build_engine
 from triweave.training.step import train_step
+from triweave.transport.choose import choose_transport
+from triweave.transport.copy_engine import CopyEngines
 
 _BOUNDLESS = 2**62
+PAGE = 2**21
+"""What the driver maps memory by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class RankMemory:
     """What the caching allocator takes from the driver for them, with expandable segments."""
     context_bytes: int
     nccl_bytes: int
+    peer_bytes: int
+    """What tensor-parallel peers read and write, which the caching allocator does not know."""
     components: Mapping[str, int]
     """The parts of the peak by name; they add up to it."""
     at: str
@@ -49,28 +57,31 @@ class RankMemory:
     @property
     def used_bytes(self) -> int:
         """What the card reports as used."""
-        return self.reserved_bytes + self.context_bytes + self.nccl_bytes
+        return self.reserved_bytes + self.context_bytes + self.nccl_bytes + self.peer_bytes
 
 
-def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True) -> RankMemory:
+def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True, one_gpu: bool = False) -> RankMemory:
     """Play rank `rank` of a run for two steps and follow every allocation; needs no GPU and no other rank.
 
     Args:
         resolved: the run.
         rank: of its grid.
         expandable: whether the allocator runs with `expandable_segments:True`.
+        one_gpu: what `measure_rank` takes, which has one GPU and no peers: slices are gathered and summed by
+            collectives, and messages are gone at once.
     """
     layout = resolved.layout
     places = Places()
     allocator = CachingAllocator(_BOUNDLESS, expandable)
     memory = Allocations(places, allocator)
     with lone_rank(rank, layout.world_size), memory, Card(resolved.run.model.attention, memory.handed_out):
-        engine = build_engine(replace(resolved, num_micro_batches=layout.pp), META, adopt_weights)
+        transport = choose_transport if one_gpu else transport_on_paper(resolved.gpus_per_node, memory.set_apart)
+        engine = build_engine(replace(resolved, num_micro_batches=layout.pp), META, adopt_weights, transport)
         name_states(memory, engine)
         memory.add(OURS.workspace_bytes, components.WORKSPACE)
         places.begin(engine)
         for channel in engine.groups.channels.values():
-            if isinstance(channel.handle, LoneGroup):
+            if isinstance(channel.handle, LoneGroup) and not one_gpu:
                 channel.handle.launches = lambda: memory.launches
         # A step loads all its micro-batches, also those that need not be run here.
         batch = make_batch(resolved, META)
@@ -90,6 +101,7 @@ def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True) ->
         reserved_bytes=allocator.peak_reserved,
         context_bytes=gpu.context_bytes if gpu and gpu.usable_bytes else OURS.context_bytes,
         nccl_bytes=nccl_bytes(engine.groups),
+        peer_bytes=peer_bytes(engine),
         components={name: size for name, size in memory.peak.components.items() if size},
         at=memory.peak.at,
         micro_batches=count,
@@ -132,6 +144,14 @@ def name_states(memory: Allocations, engine: Engine) -> None:
         memory.name(unit.gradient, components.GRADIENTS)
         memory.name(unit.master, components.MASTER_WEIGHTS)
         memory.name(unit.weight, components.WEIGHTS)
+
+
+def peer_bytes(engine: Engine) -> int:
+    """The buffer of the copy engines, whole pages of it."""
+    transport = engine.tp.transport
+    if not isinstance(transport, CopyEngines):
+        return 0
+    return -(-exchange_bytes(engine.tp.size, transport.staged[0].numel()) // PAGE) * PAGE
 
 
 def nccl_bytes(groups: Groups) -> int:

@@ -53,16 +53,16 @@ class Places:
     def _enter(self, action: Action | None) -> None:
         self.action = action
 
-    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         path = self.path.pop()
-        for node in _made_between(inputs, output):
+        for node in _made_between(inputs, (output,) if isinstance(output, Tensor) else output):
             node.metadata.setdefault(_KEY, path)
 
 
-def _made_between(inputs: tuple[Any, ...], output: Tensor) -> Iterator[Any]:
-    """Autograd's nodes from a module's output back to its inputs."""
+def _made_between(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Iterator[Any]:
+    """Autograd's nodes from a module's outputs back to its inputs."""
     ends = {x.grad_fn for x in inputs if isinstance(x, Tensor)}
-    seen, waiting = set(), [output.grad_fn]
+    seen, waiting = set(), [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
         if node is None or node in ends or node in seen:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from triweave.kernels.dispatch import launch
+from triweave.kernels.language import tl, triton
 
 _BLOCK, _WARPS = 2048, 4
 
@@ -17,7 +18,7 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
     product = gate_up.new_empty((*gate_up.shape[:-1], width))
     block = min(_BLOCK, triton.next_power_of_2(width))
     grid = (product.numel() // width, triton.cdiv(width, block))
-    _forward[grid](gate_up, product, width, BLOCK=block, num_warps=_WARPS)
+    launch(_forward, grid, gate_up, product, width, BLOCK=block, num_warps=_WARPS)
     return product
 
 
@@ -28,7 +29,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     grad_gate_up = torch.empty_like(gate_up)
     block = min(_BLOCK, triton.next_power_of_2(width))
     grid = (grad.numel() // width, triton.cdiv(width, block))
-    _backward[grid](grad, gate_up, grad_gate_up, width, BLOCK=block, num_warps=_WARPS)
+    launch(_backward, grid, grad, gate_up, grad_gate_up, width, BLOCK=block, num_warps=_WARPS)
     return grad_gate_up
 
 

@@ -26,7 +26,7 @@ from triweave.schedule.dataflow import channels
 from triweave.sharding import Sharding, Unit, Use, make_units, place_parameters
 from triweave.training.optimizer import ShardedAdamW
 from triweave.training.weights import draw_weights, load_weights
-from triweave.transport.choose import choose_transport
+from triweave.transport.choose import ChooseTransport, choose_transport
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -48,11 +48,15 @@ class Engine:
 
 
 def build_engine(
-    resolved: ResolvedRun, device: torch.device, fill: Callable[[list[Unit]], None] | None = None
+    resolved: ResolvedRun,
+    device: torch.device,
+    fill: Callable[[list[Unit]], None] | None = None,
+    transport_for: ChooseTransport = choose_transport,
 ) -> Engine:
     """Build this rank's part of the run, with its first weights in place. All ranks call it together.
 
-    `fill` gives the units their first weights where they are not to be those that the run file names.
+    `fill` gives the units their first weights where they are not to be those that the run file names;
+    `transport_for` says what carries slices where that cannot be asked of the machine.
     """
     run, spec, layout = resolved.run, resolved.spec, resolved.layout
     schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, resolved.num_micro_batches)
@@ -65,7 +69,7 @@ def build_engine(
         layout.micro_batch,
         spec.hidden_size,
     )
-    transport = choose_transport(
+    transport = transport_for(
         run.runtime.overlap_tp, groups.tp, sequence_parallel, device, prod(slice_shape) * dtype.itemsize
     )
     tp = TensorParallel(groups.tp, sequence_parallel, WeightGradients(), transport)

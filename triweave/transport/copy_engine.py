@@ -20,6 +20,7 @@ them before its peers have come to it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,8 @@ class CopyEngines:
     """Bytes, at each rank, of the slice from this one."""
     owners: tuple[object, ...] = ()
     """What keeps that memory mapped: the tensors above only point into it."""
+    cuda: Any = torch.cuda
+    """What knows the stream that computes, and makes another one current."""
     name: str = "overlapped with products, by copy engines"
 
     @property
@@ -62,8 +65,8 @@ class CopyEngines:
         # Made on the stream of the products, and before the other one waits for it: its memory may be in use there.
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
         slices = out.chunk(group.size)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        stream.wait_stream(self.cuda.current_stream())
+        with self.cuda.stream(stream):
             for peer in self.peers:
                 flags.await_from(peer, Flag.TAKEN, stream)
             _as(x, self.staged[group.rank]).copy_(x)
@@ -78,7 +81,7 @@ class CopyEngines:
                 arrivals[piece] = stream.record_event()
             if whole:
                 slices[group.rank].copy_(x)
-            return CopyGathering(order, x, out, arrivals, stream.record_event())
+            return CopyGathering(order, x, out, arrivals, stream.record_event(), self.cuda)
 
     def scatter(self, tokens: tuple[int, int]) -> CopyScattering:
         """Types: partial -> shard(0). See `Transport`."""
@@ -97,6 +100,7 @@ class CopyGathering:
     out: Tensor
     arrivals: dict[range, torch.cuda.Event]
     done: torch.cuda.Event
+    cuda: Any
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -107,13 +111,13 @@ class CopyGathering:
         """See `Gathering`."""
         if piece == self.pieces[0]:
             return self.x
-        torch.cuda.current_stream().wait_event(self.arrivals[piece])
+        self.cuda.current_stream().wait_event(self.arrivals[piece])
         size = self.x.shape[0]
         return self.out[piece.start * size : piece.stop * size]
 
     def finish(self) -> Tensor:
         """See `Gathering`."""
-        torch.cuda.current_stream().wait_event(self.done)
+        self.cuda.current_stream().wait_event(self.done)
         return self.out
 
 
@@ -132,8 +136,8 @@ class CopyScattering:
         self.parts.update(zip(piece, part.chunk(len(piece)), strict=True))
         if piece == self.pieces[-1]:
             return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        stream.wait_stream(self.transport.cuda.current_stream())
+        with self.transport.cuda.stream(stream):
             for peer in piece:
                 flags.await_from(peer, Flag.FREE, stream)
                 _as(self.parts[peer], self.transport.places[peer]).copy_(self.parts[peer])
@@ -147,11 +151,11 @@ class CopyScattering:
         for peer in transport.peers:
             transport.flags.await_from(peer, Flag.ARRIVED, stream)
         # This rank's own copies are before it on that stream: after this nobody reads `parts`.
-        torch.cuda.current_stream().wait_stream(stream)
+        transport.cuda.current_stream().wait_stream(stream)
         total = sum_parts(
             [own if peer == rank else _as(own, transport.received[peer]) for peer in range(transport.group.size)]
         )
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(transport.cuda.current_stream())
         for peer in transport.peers:
             transport.flags.raise_at(peer, Flag.FREE, stream)
         return total
