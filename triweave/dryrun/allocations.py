@@ -65,6 +65,8 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and see what it has made."""
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             if self.watched:
                 self._look_at_watched()
@@ -72,7 +74,7 @@ class Allocations(TorchDispatchMode):
             out = (kwargs or {}).get("out")
             filled = isinstance(out, Tensor) and out.is_meta and out.numel() > 0
             result = out if filled else func(*args, **(kwargs or {}))
-            self.launches += not (func.is_view or func.overloadpacket in _NO_KERNEL)
+            self.launches += func.overloadpacket not in _NO_KERNEL
             for value in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(value, Tensor) and value.is_meta:
                     self._see(value.untyped_storage())

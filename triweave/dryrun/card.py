@@ -26,6 +26,20 @@ _READS = {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__b
 """What the numbers of a tensor without numbers are taken to be."""
 
 
+_ANSWERED = frozenset(
+    {
+        *_READS,
+        _IS_CUDA,
+        _DEVICE,
+        torch.autograd.backward,
+        Tensor.to,
+        Tensor.data_ptr,
+        Tensor.untyped_storage,
+        functional.scaled_dot_product_attention,
+    }
+)
+
+
 class Card(TorchFunctionMode):
     """Inside, the meta device is a GPU to the code that asks."""
 
@@ -45,6 +59,9 @@ class Card(TorchFunctionMode):
     ) -> Any:
         """Answer for the GPU, or let the call through."""
         kwargs = kwargs or {}
+        # Nearly every call is none of these, and there are a hundred thousand of them.
+        if func not in _ANSWERED:
+            return func(*args, **kwargs) if "device" not in kwargs else func(*args, **_on_meta(kwargs))
         if func is torch.autograd.backward:
             # From torch 2.13 on this call would take the mode off while backward runs.
             with self:
