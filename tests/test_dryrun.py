@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, get_args
 
 import pytest
@@ -163,6 +164,48 @@ def test_a_leak_of_the_trainer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     leaking = rank_memory(run, 0)
     # The last micro-batch of the second step peaks before its own tensor: one of the first step, one of the second.
     assert leaking.peak_bytes - clean.peak_bytes == 20 * MIB
+
+
+def test_what_kernels_take_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels of the layers are launched, without Triton; one that makes a tensor more is seen in the peak."""
+    run, launched = resolved(Layout(), 2), set()
+    for name in ("norm", "swiglu", "rotary", "cross_entropy"):
+        module = import_module(f"triweave.kernels.{name}")
+        monkeypatch.setattr(module, "launch", lambda _, *args, name=name, **options: launched.add(name))
+    clean = rank_memory(run, 0)
+    assert launched == {"norm", "swiglu", "rotary", "cross_entropy"}
+
+    def wasteful(gate_up: torch.Tensor) -> torch.Tensor:
+        product = forward(gate_up)
+        kept.append(torch.empty_like(product))
+        return product
+
+    kept: list[torch.Tensor] = []
+    forward = import_module("triweave.kernels.swiglu").swiglu_forward
+    monkeypatch.setattr("triweave.kernels.swiglu.swiglu_forward", wasteful)
+    # Both steps leave theirs, of every layer; the last micro-batch's backward is where most is kept.
+    assert rank_memory(run, 0).peak_bytes - clean.peak_bytes >= 8 * 1024 * 1408 * 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus_per_node", "uses"),
+    [
+        (Layout(tp=2), 2, True),
+        (Layout(tp=4, pp=2), 4, True),
+        (Layout(tp=4), 2, False),
+        (Layout(tp=2, sequence_parallel=False), 2, False),
+        (Layout(pp=2), 2, False),
+    ],
+    ids=str,
+)
+def test_peers_in_a_node_exchange_slices(layout: Layout, gpus_per_node: int, uses: bool) -> None:
+    """Where tensor-parallel ranks share a node, copy engines move slices through memory beside the allocator's."""
+    run = replace(resolved(layout, 4), gpus_per_node=gpus_per_node)
+    found = rank_memory(run, 0)
+    # An activation of the whole sequence takes 1 MiB; with the flags it is one page.
+    assert found.peer_bytes == (2 * MIB if uses else 0)
+    assert found.used_bytes == found.reserved_bytes + found.context_bytes + found.nccl_bytes + found.peer_bytes
+    assert rank_memory(run, 0, one_gpu=True).peer_bytes == 0
 
 
 def test_the_peak_is_named() -> None:

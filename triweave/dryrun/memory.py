@@ -20,6 +20,7 @@ from triweave.overlap import exchange_bytes
 from triweave.planner.allocator import CachingAllocator
 from triweave.planner.assumptions import OURS
 from triweave.planner.memory_moments import Moment, worst_moments
+from triweave.schedule.actions import PipelineSchedule
 from triweave.schedule.build import build_schedule
 from triweave.sharding import Unit
 from triweave.training.engine import Engine, build_engine
@@ -79,17 +80,16 @@ def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True, on
         engine = build_engine(replace(resolved, num_micro_batches=layout.pp), META, adopt_weights, transport)
         name_states(memory, engine)
         memory.add(OURS.workspace_bytes, components.WORKSPACE)
-        places.begin(engine)
+        places.begin(engine, lambda: memory.launches)
         for channel in engine.groups.channels.values():
             if isinstance(channel.handle, LoneGroup) and not one_gpu:
                 channel.handle.launches = lambda: memory.launches
         # A step loads all its micro-batches, also those that need not be run here.
         batch = make_batch(resolved, META)
         rates = resolved.run.optimizer.learning_rate, resolved.run.optimizer.max_grad_norm
-        # The optimizer's moments are made at the end of the first step, so the second one is the fuller.
-        before = memory.launches
-        train_step(engine, batch, *rates)
-        launches = (memory.launches - before) // layout.pp
+        # One micro-batch, so that the optimizer makes its moments: the step that follows is the fuller one.
+        train_step(replace(engine, schedule=of_first_micro_batch(engine.schedule)), batch, *rates)
+        launches = places.launched[-1] - places.launched[0]
         count = enough_micro_batches(layout, engine.groups.at.pp, resolved.num_micro_batches, launches)
         schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, count)
         train_step(replace(engine, schedule=schedule), batch, *rates)
@@ -106,6 +106,12 @@ def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True, on
         at=memory.peak.at,
         micro_batches=count,
     )
+
+
+def of_first_micro_batch(schedule: PipelineSchedule) -> PipelineSchedule:
+    """What a schedule does with its first micro-batch."""
+    ranks = tuple(tuple(action for action in rank if action.micro_batch == 0) for rank in schedule.ranks)
+    return replace(schedule, ranks=ranks)
 
 
 def enough_micro_batches(layout: Layout, pp_rank: int, num_micro_batches: int, launches: int) -> int:

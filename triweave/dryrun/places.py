@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ class Places:
         self.action: Action | None = None
         self.building = True
         self.path: list[str] = []
+        self.launches: Callable[[], int] = lambda: 0
+        self.launched: list[int] = []
+        """Kernels before each action, and after the last one."""
 
     def __call__(self) -> tuple[str, str] | None:
         """Component of what is made now, and where that is; None for a module's placeholders, which take nothing."""
@@ -40,9 +43,10 @@ class Places:
             return "building the model"
         return "optimizer step" if file == "training/optimizer.py" else f"after the pipeline, {function}"
 
-    def begin(self, engine: Engine) -> None:
-        """Follow the steps of an engine that is built."""
+    def begin(self, engine: Engine, launches: Callable[[], int]) -> None:
+        """Follow the steps of an engine that is built; `launches` is asked at the beginning of every action."""
         self.building = False
+        self.launches = launches
         engine.pipeline.before_action = self._enter
         for stage in engine.stages.values():
             for path, module in stage.named_modules():
@@ -52,6 +56,7 @@ class Places:
 
     def _enter(self, action: Action | None) -> None:
         self.action = action
+        self.launched.append(self.launches())
 
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         path = self.path.pop()
