@@ -280,7 +280,12 @@ def test_units_in_flight_to_the_byte(ranks: Ranks, tmp_path: Path, layout: Layou
         units = stage_units(spec, layout, stage, OURS)
         planned = shared_units(units, layout, stage, "float32", OURS)
         last = max(number for number in layout.layers_of(stage))
-        real = {"layer": seen[f"layers.{last}"]} | {name: seen[name] for name in ("embed", "head") if name in seen}
+        before = {f"layer -{n}": seen[f"layers.{last - n}"] for n in (1, 2) if f"layers.{last - n}" in seen}
+        real = (
+            {"layer": seen[f"layers.{last}"]}
+            | before
+            | {name: seen[name] for name in ("embed", "head") if name in seen}
+        )
         assert real.keys() == planned.keys() - {"norm"}
         for name, (weights, gradients) in real.items():
             unit = planned[name]

@@ -65,6 +65,8 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and see what it has made."""
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             if self.watched:
                 self._look_at_watched()
@@ -72,7 +74,7 @@ class Allocations(TorchDispatchMode):
             out = (kwargs or {}).get("out")
             filled = isinstance(out, Tensor) and out.is_meta and out.numel() > 0
             result = out if filled else func(*args, **(kwargs or {}))
-            self.launches += not (func.is_view or func.overloadpacket in _NO_KERNEL)
+            self.launches += func.overloadpacket not in _NO_KERNEL
             for value in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(value, Tensor) and value.is_meta:
                     self._see(value.untyped_storage())
@@ -93,6 +95,15 @@ class Allocations(TorchDispatchMode):
             self.by_component[one.component] -= one.size
             self.by_component[component] += one.size
             one.component = component
+
+    def set_apart(self, tensor: Tensor) -> None:
+        """Count a tensor no longer: another allocator has made it."""
+        with torch._C.DisableTorchFunction():
+            one = self.alive[tensor.untyped_storage()._cdata]
+        if one.block is not None:
+            self.allocator.release(one.block)
+        self._count(-one.size, one.component, "")
+        one.size, one.block = 0, None
 
     def add(self, size: int, component: str) -> None:
         """Take memory that no tensor holds, for good."""

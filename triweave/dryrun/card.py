@@ -1,8 +1,8 @@
 """A GPU that is not there: tensors on the meta device take the ways through the code that they would take on a GPU.
 
 A tensor that says `cuda` aborts a CPU build of torch as soon as autograd sees it, so the tensors stay on `meta` and
-only the answers to the code's questions change: `is_cuda`, and which kernels compute attention and norms,
-where the kernel of a GPU keeps other tensors than the operations that replace it elsewhere. Why: docs/decisions/0008.
+only the answers to the code's questions change: `is_cuda`, and which kernel computes attention, where that of a GPU
+keeps other tensors than the operations that replace it elsewhere. Why: docs/decisions/0009.
 """
 
 from __future__ import annotations
@@ -26,6 +26,20 @@ _READS = {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__b
 """What the numbers of a tensor without numbers are taken to be."""
 
 
+_ANSWERED = frozenset(
+    {
+        *_READS,
+        _IS_CUDA,
+        _DEVICE,
+        torch.autograd.backward,
+        Tensor.to,
+        Tensor.data_ptr,
+        Tensor.untyped_storage,
+        functional.scaled_dot_product_attention,
+    }
+)
+
+
 class Card(TorchFunctionMode):
     """Inside, the meta device is a GPU to the code that asks."""
 
@@ -45,6 +59,9 @@ class Card(TorchFunctionMode):
     ) -> Any:
         """Answer for the GPU, or let the call through."""
         kwargs = kwargs or {}
+        # Nearly every call is none of these, and there are a hundred thousand of them.
+        if func not in _ANSWERED:
+            return func(*args, **kwargs) if "device" not in kwargs else func(*args, **_on_meta(kwargs))
         if func is torch.autograd.backward:
             # From torch 2.13 on this call would take the mode off while backward runs.
             with self:
@@ -66,8 +83,6 @@ class Card(TorchFunctionMode):
             return storage
         if func is functional.scaled_dot_product_attention:
             return attend(self.attention, *args, **kwargs)
-        if func is functional.rms_norm:
-            return FusedRMSNorm.apply(first, kwargs.get("weight", args[2] if len(args) > 2 else None))
         return func(*[META if _is_cuda_device(arg) else arg for arg in args], **_on_meta(kwargs))
 
 
@@ -144,20 +159,3 @@ def attend(
         )
     attended: Tensor = out[0]
     return attended
-
-
-class FusedRMSNorm(torch.autograd.Function):
-    """What `aten._fused_rms_norm` allocates; on the meta device torch would decompose it into float32 operations."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        """One float32 a row is kept beside the input."""
-        rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=META)
-        ctx.save_for_backward(x, weight, rstd)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the input and the weight."""
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)

@@ -17,17 +17,20 @@ ACTIVATIONS, LOSS, MESSAGES, COLLECTIVES = "activations", "logits and loss", "me
 BATCH, WORKSPACE, OTHER = "batch", "workspace", "other"
 
 _OF_FILE = {
-    "sharding.py": GRADIENTS,
     "gradients.py": GRADIENTS,
     "pipeline.py": MESSAGES,
     "collectives.py": COLLECTIVES,
     "llama.py": ACTIVATIONS,
     "recompute.py": ACTIVATIONS,
     "layers/cross_entropy.py": LOSS,
+    "kernels/cross_entropy.py": LOSS,
     "training/optimizer.py": MOMENTS,
     "training/step.py": OTHER,
     "": BATCH,
 }
+
+
+_OF_FOLDER = {"layers": ACTIVATIONS, "kernels": ACTIVATIONS, "sharding": GRADIENTS, "transport": COLLECTIVES}
 
 
 def caller() -> tuple[str, str]:
@@ -51,8 +54,10 @@ def component_of(file: str, module: str, *, in_autograd: bool) -> str:
         module: path of the module whose forward or backward runs; empty outside of modules.
         in_autograd: whether an operation's own backward runs, which no file of the trainer holds.
     """
-    if module.startswith("lm_head") and file != "collectives.py":
+    folder = file.partition("/")[0]
+    found = _OF_FILE.get(file) or _OF_FOLDER.get(folder, OTHER)
+    if module.startswith("lm_head") and found is ACTIVATIONS:
         return LOSS
     if file == "pipeline.py" and in_autograd:
         return ACTIVATIONS
-    return _OF_FILE.get(file, ACTIVATIONS if file.startswith("layers/") else OTHER)
+    return found

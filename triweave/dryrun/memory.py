@@ -13,17 +13,25 @@ from triweave.dryrun.batch import make_batch
 from triweave.dryrun.card import META, Card
 from triweave.dryrun.lone_rank import LAUNCH_QUEUE, LoneGroup, lone_rank
 from triweave.dryrun.places import Places
+from triweave.dryrun.transport import transport_on_paper
 from triweave.groups import Groups
 from triweave.layout import Layout
+from triweave.overlap import FLAG_BYTES, exchange_bytes
 from triweave.planner.allocator import CachingAllocator
 from triweave.planner.assumptions import OURS
 from triweave.planner.memory_moments import Moment, worst_moments
+from triweave.schedule.actions import PipelineSchedule
 from triweave.schedule.build import build_schedule
 from triweave.sharding import Unit
+from triweave.sharing import MOST_RANKS, buffer_sizes, part_numel, staging_bytes
 from triweave.training.engine import Engine, build_engine
 from triweave.training.step import train_step
+from triweave.transport.choose import choose_transport
+from triweave.transport.copy_engine import CopyEngines
 
 _BOUNDLESS = 2**62
+PAGE = 2**21
+"""What the driver maps memory by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,8 @@ class RankMemory:
     """What the caching allocator takes from the driver for them, with expandable segments."""
     context_bytes: int
     nccl_bytes: int
+    peer_bytes: int
+    """What copies between GPUs of one host take beside the tensors."""
     components: Mapping[str, int]
     """The parts of the peak by name; they add up to it."""
     at: str
@@ -49,36 +59,38 @@ class RankMemory:
     @property
     def used_bytes(self) -> int:
         """What the card reports as used."""
-        return self.reserved_bytes + self.context_bytes + self.nccl_bytes
+        return self.reserved_bytes + self.context_bytes + self.nccl_bytes + self.peer_bytes
 
 
-def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True) -> RankMemory:
+def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True, one_gpu: bool = False) -> RankMemory:
     """Play rank `rank` of a run for two steps and follow every allocation; needs no GPU and no other rank.
 
     Args:
         resolved: the run.
         rank: of its grid.
         expandable: whether the allocator runs with `expandable_segments:True`.
+        one_gpu: what `measure_rank` takes, which has one GPU and no peers: slices are gathered and summed by
+            collectives, and messages are gone at once.
     """
     layout = resolved.layout
     places = Places()
     allocator = CachingAllocator(_BOUNDLESS, expandable)
     memory = Allocations(places, allocator)
     with lone_rank(rank, layout.world_size), memory, Card(resolved.run.model.attention, memory.handed_out):
-        engine = build_engine(replace(resolved, num_micro_batches=layout.pp), META, adopt_weights)
+        transport = choose_transport if one_gpu else transport_on_paper(resolved.gpus_per_node, memory.set_apart)
+        engine = build_engine(replace(resolved, num_micro_batches=layout.pp), META, adopt_weights, transport)
         name_states(memory, engine)
         memory.add(OURS.workspace_bytes, components.WORKSPACE)
-        places.begin(engine)
+        places.begin(engine, lambda: memory.launches)
         for channel in engine.groups.channels.values():
-            if isinstance(channel.handle, LoneGroup):
+            if isinstance(channel.handle, LoneGroup) and not one_gpu:
                 channel.handle.launches = lambda: memory.launches
         # A step loads all its micro-batches, also those that need not be run here.
         batch = make_batch(resolved, META)
         rates = resolved.run.optimizer.learning_rate, resolved.run.optimizer.max_grad_norm
-        # The optimizer's moments are made at the end of the first step, so the second one is the fuller.
-        before = memory.launches
-        train_step(engine, batch, *rates)
-        launches = (memory.launches - before) // layout.pp
+        # One micro-batch, so that the optimizer makes its moments: the step that follows is the fuller one.
+        train_step(replace(engine, schedule=of_first_micro_batch(engine.schedule)), batch, *rates)
+        launches = places.launched[-1] - places.launched[0]
         count = enough_micro_batches(layout, engine.groups.at.pp, resolved.num_micro_batches, launches)
         schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, count)
         train_step(replace(engine, schedule=schedule), batch, *rates)
@@ -90,10 +102,17 @@ def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True) ->
         reserved_bytes=allocator.peak_reserved,
         context_bytes=gpu.context_bytes if gpu and gpu.usable_bytes else OURS.context_bytes,
         nccl_bytes=nccl_bytes(engine.groups),
+        peer_bytes=0 if one_gpu else peer_bytes(engine, resolved),
         components={name: size for name, size in memory.peak.components.items() if size},
         at=memory.peak.at,
         micro_batches=count,
     )
+
+
+def of_first_micro_batch(schedule: PipelineSchedule) -> PipelineSchedule:
+    """What a schedule does with its first micro-batch."""
+    ranks = tuple(tuple(action for action in rank if action.micro_batch == 0) for rank in schedule.ranks)
+    return replace(schedule, ranks=ranks)
 
 
 def enough_micro_batches(layout: Layout, pp_rank: int, num_micro_batches: int, launches: int) -> int:
@@ -132,6 +151,25 @@ def name_states(memory: Allocations, engine: Engine) -> None:
         memory.name(unit.gradient, components.GRADIENTS)
         memory.name(unit.master, components.MASTER_WEIGHTS)
         memory.name(unit.weight, components.WEIGHTS)
+
+
+def peer_bytes(engine: Engine, resolved: ResolvedRun) -> int:
+    """What GPUs of one host take to copy from each other.
+
+    Under tensor parallelism slices, whole pages of them; under data parallelism flags and parts of sums: the weights
+    and sums themselves are counted where they were made.
+    """
+    total = 0
+    transport = engine.tp.transport
+    if isinstance(transport, CopyEngines):
+        total += -(-exchange_bytes(engine.tp.size, transport.received[0].numel()) // PAGE) * PAGE
+    dp, shard, runtime = engine.groups.dp, resolved.layout.shard, resolved.run.runtime
+    one_node = len({rank // resolved.gpus_per_node for rank in dp.ranks}) == 1
+    if runtime.overlap_dp == "auto" and 1 < dp.size <= MOST_RANKS and one_node:
+        numels = [unit.numel for unit in engine.sharding.units]
+        buffers = [buffer_sizes(shard, unit.numel, unit.dtype.itemsize) for unit in engine.sharding.units]
+        total += FLAG_BYTES * sum(map(len, buffers)) + staging_bytes(part_numel(shard, numels, dp.size), dp.size)
+    return total
 
 
 def nccl_bytes(groups: Groups) -> int:

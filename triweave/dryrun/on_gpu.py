@@ -30,7 +30,8 @@ from triweave.sharding import Unit
 from triweave.training.engine import build_engine
 from triweave.training.step import train_step
 
-WARM_UP = 2
+WARM_UP = 1
+"""Steps: the first one compiles kernels and makes the optimizer's moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,14 @@ def measure_rank(
         rank: of its grid.
         device: one GPU; on a CPU the clock is the host's, and there is no memory to measure.
         cap_bytes: the size of the card that this one is to be; None takes all of it.
-        steps: measured ones, after two to warm up.
+        steps: measured ones, after one to warm up.
     """
     cuda = device.type == "cuda"
     # What an earlier rank has left, its error's traceback included.
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
+        torch.empty(1, device=device)  # before its first tensor a process has no statistics to reset
         torch.cuda.reset_peak_memory_stats(device)
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (cap_bytes or total) / total), device)
@@ -102,7 +104,7 @@ def answer(resolved: ResolvedRun, rank: int, micro_batches: int = 8) -> dict[str
         raise InputError(Problem("--on-gpu", None, "needs a GPU that torch can use, and this machine has none"))
     device = torch.device("cuda", 0)
     short = fewer_micro_batches(resolved, max(micro_batches, resolved.layout.pp))
-    expected = rank_memory(short, rank)
+    expected = rank_memory(short, rank, one_gpu=True)
     cap = resolved.cluster.gpu.usable_bytes if resolved.cluster else 0
     found = measure_rank(short, rank, device, cap_bytes=cap or None)
     told: dict[str, Any] = {"rank": rank, "expected_peak_gib": expected.peak_bytes / GIB, "fits": True}

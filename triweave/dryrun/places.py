@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ class Places:
         self.action: Action | None = None
         self.building = True
         self.path: list[str] = []
+        self.launches: Callable[[], int] = lambda: 0
+        self.launched: list[int] = []
+        """Kernels before each action, and after the last one."""
 
     def __call__(self) -> tuple[str, str] | None:
         """Component of what is made now, and where that is; None for a module's placeholders, which take nothing."""
@@ -40,9 +43,10 @@ class Places:
             return "building the model"
         return "optimizer step" if file == "training/optimizer.py" else f"after the pipeline, {function}"
 
-    def begin(self, engine: Engine) -> None:
-        """Follow the steps of an engine that is built."""
+    def begin(self, engine: Engine, launches: Callable[[], int]) -> None:
+        """Follow the steps of an engine that is built; `launches` is asked at the beginning of every action."""
         self.building = False
+        self.launches = launches
         engine.pipeline.before_action = self._enter
         for stage in engine.stages.values():
             for path, module in stage.named_modules():
@@ -52,17 +56,18 @@ class Places:
 
     def _enter(self, action: Action | None) -> None:
         self.action = action
+        self.launched.append(self.launches())
 
-    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         path = self.path.pop()
-        for node in _made_between(inputs, output):
+        for node in _made_between(inputs, (output,) if isinstance(output, Tensor) else output):
             node.metadata.setdefault(_KEY, path)
 
 
-def _made_between(inputs: tuple[Any, ...], output: Tensor) -> Iterator[Any]:
-    """Autograd's nodes from a module's output back to its inputs."""
+def _made_between(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Iterator[Any]:
+    """Autograd's nodes from a module's outputs back to its inputs."""
     ends = {x.grad_fn for x in inputs if isinstance(x, Tensor)}
-    seen, waiting = set(), [output.grad_fn]
+    seen, waiting = set(), [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
         if node is None or node in ends or node in seen:

@@ -2,6 +2,6 @@
 
 Each reads its inputs from memory once and writes its outputs once, computes in float32 whatever the type, and rounds
 once. Sums are taken in a fixed order: the same inputs give the same bits. The layers hold the same operations in plain
-torch, for other devices; `dispatch` chooses. Only the layers import the other modules here, where they are used: Triton
-need not be installed.
+torch, for other devices; `dispatch` chooses. Entry points make their outputs and launch; on the meta device they only
+make them, so that what they take of a GPU is counted by their own code, with neither GPU nor Triton.
 """

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from triweave.config.schema import OptimizerConfig
+from triweave.kernels.dispatch import launch
+from triweave.kernels.language import tl, triton
 
 _BLOCK, _WARPS = 2048, 8
 
@@ -41,7 +41,9 @@ def adamw_step(
     """
     numel = master.numel()
     beta1, beta2 = config.betas
-    _adamw[(triton.cdiv(numel, _BLOCK),)](
+    launch(
+        _adamw,
+        (triton.cdiv(numel, _BLOCK),),
         master,
         exp_avg,
         exp_avg_sq,

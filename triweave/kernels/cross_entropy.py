@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from triweave.kernels.dispatch import launch
+from triweave.kernels.language import tl, triton
 
 _BLOCK, _WARPS = 4096, 8
 
@@ -24,7 +25,9 @@ def logit_statistics(logits: Tensor, local_targets: Tensor, num_valid: int) -> t
     columns = logits.shape[-1]
     highest, total, target = torch.empty((3, *logits.shape[:-1]), dtype=torch.float32, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(columns))
-    _statistics[(logits.numel() // columns,)](
+    launch(
+        _statistics,
+        (logits.numel() // columns,),
         logits,
         local_targets.contiguous(),
         highest,
@@ -55,7 +58,9 @@ def logits_to_gradient(
     columns = logits.shape[-1]
     block = min(_BLOCK, triton.next_power_of_2(columns))
     grid = (logits.numel() // columns, triton.cdiv(columns, block))
-    _gradient[grid](
+    launch(
+        _gradient,
+        grid,
         logits,
         local_targets.contiguous(),
         highest,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from triweave.kernels.dispatch import launch
+from triweave.kernels.language import tl, triton
 
 _BLOCK, _WARPS = 4096, 8
 _TILE_TOKENS, _TILE_FEATURES, _TILE_WARPS = 128, 128, 8
@@ -19,7 +20,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     programs = min(triton.cdiv(count, _BLOCK), _PROGRAMS_PER_PROCESSOR * processors)
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
-    _largest[(programs,)](x, partial, count, BLOCK=_BLOCK, num_warps=_WARPS)
+    launch(_largest, (programs,), x, partial, count, BLOCK=_BLOCK, num_warps=_WARPS)
     return partial.amax()
 
 
@@ -45,7 +46,9 @@ def cast(
     some = straight if straight is not None else turned
     # Tiles of one block of tokens are neighbours: what is written of a transposed row lies together in the cache.
     grid = (triton.cdiv(tokens, _TILE_TOKENS), triton.cdiv(features, _TILE_FEATURES))
-    _cast[grid](
+    launch(
+        _cast,
+        grid,
         x,
         amax,
         some if straight is None else straight,
@@ -66,7 +69,7 @@ def cast(
 def add_into(total: Tensor, product: Tensor) -> None:
     """Add a contiguous tensor of any type to a contiguous float32 one of the same size, in place."""
     count = total.numel()
-    _add[(triton.cdiv(count, _BLOCK),)](total, product, count, BLOCK=_BLOCK, num_warps=_WARPS)
+    launch(_add, (triton.cdiv(count, _BLOCK),), total, product, count, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 @triton.jit

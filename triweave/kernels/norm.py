@@ -6,9 +6,10 @@ Nothing but the stream is kept for backward: reading it again gives its root mea
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from triweave.kernels.dispatch import launch, num_processors
+from triweave.kernels.language import tl, triton
 
 PROGRAMS_PER_PROCESSOR = 2
 """Of the backward: as many as fit at once at hidden size 4096. Each sums the weight gradient of its rows, so that few
@@ -47,13 +48,15 @@ def norm_backward(
     """
     hidden = stream.shape[-1]
     rows = stream.numel() // hidden
-    programs = min(rows, PROGRAMS_PER_PROCESSOR * _processors(stream))
+    programs = min(rows, PROGRAMS_PER_PROCESSOR * num_processors(stream))
     grad_normed, stream = grad_normed.contiguous(), stream.contiguous()
     beside = grad_normed if grad_stream is None else grad_stream.contiguous()
     grad = torch.empty_like(stream)
     partial = torch.empty((programs, hidden), dtype=torch.float32, device=stream.device)
     block = triton.next_power_of_2(hidden)
-    _backward[(programs,)](
+    launch(
+        _backward,
+        (programs,),
         grad_normed,
         beside,
         stream,
@@ -75,18 +78,25 @@ def _launch_forward(
 ) -> None:
     hidden = x.shape[-1]
     block = triton.next_power_of_2(hidden)
-    _forward[(x.numel() // hidden,)](
-        x, update, stream, normed, weight, hidden, eps, ADD=add, BLOCK=block, num_warps=_warps(block)
+    launch(
+        _forward,
+        (x.numel() // hidden,),
+        x,
+        update,
+        stream,
+        normed,
+        weight,
+        hidden,
+        eps,
+        ADD=add,
+        BLOCK=block,
+        num_warps=_warps(block),
     )
 
 
 def _warps(block: int) -> int:
     """Sixteen numbers of a row a thread."""
     return min(16, max(1, block // 512))
-
-
-def _processors(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
 @triton.jit

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from triweave.kernels.dispatch import launch
+from triweave.kernels.language import tl, triton
 
 _BLOCK, _MOST_PARTS = 2048, 8
 
@@ -22,7 +23,7 @@ def sum_in_order(parts: list[Tensor]) -> Tensor:
     total = torch.empty_like(parts[0])
     rest = parts[3:] + [parts[0]] * (_MOST_PARTS - len(parts))
     grid = (triton.cdiv(total.numel(), _BLOCK),)
-    _sum[grid](total, *parts[:3], *rest, total.numel(), PARTS=len(parts), BLOCK=_BLOCK)
+    launch(_sum, grid, total, *parts[:3], *rest, total.numel(), PARTS=len(parts), BLOCK=_BLOCK)
     return total
 
 

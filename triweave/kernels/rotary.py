@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from triweave.kernels.dispatch import launch
+from triweave.kernels.language import tl, triton
 
 _WARPS = 4
 
@@ -21,7 +22,9 @@ def rotate_in_place(heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -
     """
     seq, batch, _, head_dim = heads.shape
     cos, sin = (table.expand(seq, batch, 1, head_dim) for table in (cos, sin))
-    _forward[(seq * batch,)](
+    launch(
+        _forward,
+        (seq * batch,),
         heads,
         cos,
         sin,
@@ -57,7 +60,9 @@ def gather_rotated_back(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Ten
     gathered = torch.empty(
         (seq, batch, (num_heads + 2 * num_kv_heads) * head_dim), dtype=grad_q.dtype, device=grad_q.device
     )
-    _backward[(seq * batch,)](
+    launch(
+        _backward,
+        (seq * batch,),
         gathered,
         *grads,
         cos,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from triweave.kernels.dispatch import launch
+from triweave.kernels.language import tl, triton
 from triweave.kernels.noted import note_amax
 
 _BLOCK, _WARPS = 2048, 4
@@ -20,7 +20,7 @@ def swiglu_forward(gate_up: Tensor, *, notes: bool = False) -> Tensor:
     block = min(_BLOCK, triton.next_power_of_2(width))
     grid = (product.numel() // width, triton.cdiv(width, block))
     amax = torch.empty(grid if notes else 0, dtype=torch.float32, device=gate_up.device)
-    _forward[grid](gate_up, product, amax, width, NOTES=notes, BLOCK=block, num_warps=_WARPS)
+    launch(_forward, grid, gate_up, product, amax, width, NOTES=notes, BLOCK=block, num_warps=_WARPS)
     if notes:
         note_amax(product, amax)
     return product
@@ -34,7 +34,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, *, notes: bool = False) -> Te
     block = min(_BLOCK, triton.next_power_of_2(width))
     grid = (grad.numel() // width, triton.cdiv(width, block))
     amax = torch.empty(grid if notes else 0, dtype=torch.float32, device=grad.device)
-    _backward[grid](grad, gate_up, grad_gate_up, amax, width, NOTES=notes, BLOCK=block, num_warps=_WARPS)
+    launch(_backward, grid, grad, gate_up, grad_gate_up, amax, width, NOTES=notes, BLOCK=block, num_warps=_WARPS)
     if notes:
         note_amax(grad_gate_up, amax)
     return grad_gate_up

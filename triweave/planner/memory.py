@@ -21,6 +21,7 @@ from triweave.model_spec import ModelSpec
 from triweave.overlap import FLAG_BYTES, exchange_bytes
 from triweave.parameters import has_tied_copy, holds_embedding, holds_head
 from triweave.planner.assumptions import OURS, Assumptions
+from triweave.planner.memory_messages import messages_waiting
 from triweave.planner.memory_moments import Moment, worst_moments
 from triweave.planner.memory_stage import Peak, StageTapes, components_of, stage_kept_bytes, stage_tapes
 from triweave.planner.memory_states import (
@@ -302,9 +303,10 @@ def _standing_bytes(
         "batch": 4 * _TOKEN_BYTES * s.tokens * (num_micro_batches if a.bookkeeping == "ours" else 1),
     }
     if layout.pp > 1:
-        # The next message is received and the last ones are sent while an action computes.
+        # The next message is received, and those that were sent wait for the GPU, while an action computes.
+        waiting = 0 if a.bookkeeping == "megatron" else messages_waiting(layout, rank, num_micro_batches)
         neighbours = 1 if rank in (0, layout.pp - 1) and layout.vpp == 1 else 2
-        standing["p2p buffers"] = (1 + neighbours) * s.slice
+        standing["p2p buffers"] = (1 + neighbours + waiting) * s.slice
     if a.bookkeeping == "ours":
         standing["copies between ranks"] = _shared_beside(layout, units, s, dtype)
     if a.weight_gradient_cache:

@@ -204,7 +204,7 @@ def _act(
     again: bool,
 ) -> None:
     visit = (action.stage, action.micro_batch)
-    blocks: list[Block] = [block for block, times, _ in tapes.blocks for _ in range(times)]
+    blocks = tapes.one_by_one()
     held_over = frozenset({"logits"}) if a.logits_held_over else frozenset()
     if action.kind is Kind.FORWARD:
         for number, block in enumerate(blocks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from triweave.layout import Layout
@@ -13,7 +13,7 @@ from triweave.parameters import holds_embedding, holds_head
 from triweave.planner import memory_megatron, memory_ours
 from triweave.planner.assumptions import Assumptions
 from triweave.planner.memory_ours import Unit
-from triweave.planner.memory_states import shared_units, stage_units
+from triweave.planner.memory_states import shared_units, stage_units, weights_ahead
 from triweave.planner.sizes import Sizes
 from triweave.planner.tape import Block, Pass, total
 from triweave.schedule.actions import Kind
@@ -41,6 +41,11 @@ class StageTapes:
     head: Block | None
     shared: Mapping[str, int]
     """What a micro-batch keeps beside its blocks: the rotary tables that all layers share, perhaps the output."""
+    weight_half: int = 0
+    """The most that the weight half of a split backward takes: whole gradients, its own and those being reduced, and
+    weights that are gathered for what follows."""
+    layers_before: tuple[Block, ...] = ()
+    """The layer again, as those run that come before the last one: what data-parallel ranks share differs there."""
 
     @property
     def blocks(self) -> list[tuple[Block, int, str]]:
@@ -51,6 +56,13 @@ class StageTapes:
             (self.head, 1, "the loss"),
         ]
         return [(block, times, name) for block, times, name in parts if block is not None and times]
+
+    def one_by_one(self) -> list[Block]:
+        """Every block in model order, layers before the last one as they are in backward."""
+        ends = [[] if block is None else [block] for block in (self.embedding, self.head)]
+        variants = (self.layer, *self.layers_before)
+        layers = [variants[min(behind, len(variants) - 1)] for behind in reversed(range(self.num_layers))]
+        return [*ends[0], *layers, *ends[1]]
 
     def kept(self) -> list[tuple[Mapping[str, int], int]]:
         """What one micro-batch keeps from forward to backward."""
@@ -80,7 +92,9 @@ class StageTapes:
             if kind is Kind.FORWARD:
                 peaks.append(_peak(block.forward, [*earlier, (block.kept, times - 1)], f"forward of {name}"))
             elif kind is Kind.BACKWARD:
-                peaks.append(_peak(block.backward, [*earlier, (block.kept, times - 1)], f"backward of {name}"))
+                for behind, one in enumerate((block, *self.layers_before) if block is self.layer else (block,)):
+                    held = [*earlier, (block.kept, times - 1 - behind)]
+                    peaks.append(_peak(one.backward, held, f"backward of {name}"))
             elif kind is Kind.BACKWARD_INPUT:
                 # At the first layer to run backward all others are whole; at the last one they are put off.
                 first = [*earlier, (block.kept, times - 1), *later]
@@ -88,8 +102,8 @@ class StageTapes:
                 peaks.append(_peak(block.backward, first, f"input backward of {name}"))
                 peaks.append(_peak(block.backward, last, f"input backward of {name}"))
         if kind is Kind.BACKWARD_WEIGHT:
-            working = {"gathered input": 0}
-            return Peak(self.put_off_bytes, tuple(self.put_off()), working, "weight backward")
+            working = {"sharding of the weight half": self.weight_half}
+            return Peak(self.put_off_bytes + self.weight_half, tuple(self.put_off()), working, "weight backward")
         return max(peaks, key=lambda peak: peak.bytes)
 
 
@@ -100,19 +114,32 @@ def _peak(part: Pass, before: list[tuple[Mapping[str, int], int]], where: str) -
 
 def stage_tapes(spec: ModelSpec, layout: Layout, stage: int, s: Sizes, dtype: str, a: Assumptions) -> StageTapes:
     """The blocks of virtual stage `stage`."""
-    shared = shared_units(stage_units(spec, layout, stage, a), layout, stage, dtype, a)
+    units = stage_units(spec, layout, stage, a)
+    shared = shared_units(units, layout, stage, dtype, a)
+    weight_half = 0
+    if layout.schedule == "zero-bubble" and a.bookkeeping == "ours":
+        # Whole gradients are made where the weight half begins with a unit, not in the input half.
+        weight_half = max(unit.whole_gradients + unit.reducing for unit in shared.values())
+        weight_half += weights_ahead(units, layout, dtype)
+        shared = {name: replace(unit, whole_gradients=0, reducing=0) for name, unit in shared.items()}
     ends = holds_embedding(layout, stage), holds_head(layout, stage)
-    return _tapes(s, a, layout.layers[stage], *ends, shared)
+    return _tapes(s, a, layout.layers[stage], *ends, shared, weight_half)
 
 
 @lru_cache(maxsize=4096)
 def stage_kept_bytes(s: Sizes, a: Assumptions, num_layers: int, embedding: bool, head: bool) -> int:
     """What one micro-batch keeps on a stage from forward to backward, however its weights are shared."""
-    return _tapes(s, a, num_layers, embedding, head, {}).kept_bytes
+    return _tapes(s, a, num_layers, embedding, head, {}, 0).kept_bytes
 
 
 def _tapes(
-    s: Sizes, a: Assumptions, num_layers: int, embedding: bool, head: bool, shared: Mapping[str, Unit]
+    s: Sizes,
+    a: Assumptions,
+    num_layers: int,
+    embedding: bool,
+    head: bool,
+    shared: Mapping[str, Unit],
+    weight_half: int,
 ) -> StageTapes:
     alone = Unit()
     per_micro_batch = {"rotary tables": 2 * s.rotary} if a.bookkeeping == "ours" else {}
@@ -124,6 +151,8 @@ def _tapes(
         num_layers,
         _head(s, a, shared.get("head", alone)) if head else None,
         per_micro_batch,
+        weight_half,
+        tuple(_layer(s, a, unit) for name, unit in shared.items() if name.startswith("layer -")),
     )
 
 

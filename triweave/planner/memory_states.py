@@ -122,7 +122,8 @@ def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumpt
 def shared_units(units: list[ParameterUnit], layout: Layout, stage: int, dtype: str, a: Assumptions) -> dict[str, Unit]:
     """What the modules of a stage add where gradients are autograd's own, or weights or gradients lie in shards.
 
-    A layer's is that of the stage's last one, the first to run backward: there most else is kept.
+    `layer` is the stage's last one, the first to run backward, where most else is kept. `layer -1` and so on are those
+    before it: there gradients of the layers behind are still being reduced.
     """
     order = units
     if holds_head(layout, stage) and units[-1].name == "norm":
@@ -130,6 +131,8 @@ def shared_units(units: list[ParameterUnit], layout: Layout, stage: int, dtype: 
     places = {unit.name: place for place, unit in enumerate(order)}
     if holds_head(layout, stage):
         places["head"] = len(order) - 1
+    for before in range(1, min(REDUCTIONS_BESIDE + 1, layout.layers[stage])):
+        places[f"layer -{before}"] = places["layer"] - before
     dp = data_parallel_size(layout)
     if a.gradients_of_autograd:
         return {
@@ -161,6 +164,14 @@ def shared_units(units: list[ParameterUnit], layout: Layout, stage: int, dtype: 
         )
         for name, place in places.items()
     }
+
+
+def weights_ahead(units: list[ParameterUnit], layout: Layout, dtype: str) -> int:
+    """Bytes of the weights that are gathered for the next forward while a weight half runs, which needs none."""
+    dp = data_parallel_size(layout)
+    if dp == 1 or layout.shard != "full":
+        return 0
+    return DTYPE_BYTES[dtype] * sum(unit.numel(_ALIGNMENT * dp) for unit in units[:UNITS_AHEAD])
 
 
 @dataclass(frozen=True, slots=True)

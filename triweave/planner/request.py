@@ -107,11 +107,14 @@ def has_room_for(request: Request, used_bytes: int) -> bool:
 def _telling_ranks(layout: Layout) -> Iterable[int]:
     """Ranks of which one uses most, the likeliest first.
 
-    Of ranks between the ends that hold as many layers, an earlier one has no fewer micro-batches in flight.
+    Of ranks between the ends that hold as many layers, an earlier one has no fewer micro-batches in flight, and where
+    backward is split a later one no fewer weight halves put off.
     """
     last = layout.pp - 1
     between = {layout.layers[rank :: layout.pp]: rank for rank in range(last - 1, 0, -1)}
-    return dict.fromkeys((0, last, *between.values()))
+    latest = {layout.layers[rank :: layout.pp]: rank for rank in range(1, last)}
+    put_off = latest.values() if layout.schedule == "zero-bubble" else ()
+    return dict.fromkeys((0, last, *between.values(), *put_off))
 
 
 def most_that_fits(request: Request) -> int:

@@ -32,7 +32,7 @@ from triweave.sharing import buffer_sizes, part_numel
 from triweave.training.optimizer import ShardedAdamW
 from triweave.training.weights import draw_weights, load_weights
 from triweave.transport.buffers import Memory
-from triweave.transport.choose import choose_memory, choose_transport
+from triweave.transport.choose import ChooseTransport, choose_memory, choose_transport
 from triweave.transport.copy_engine import CopyEngines
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -67,11 +67,15 @@ class Engine:
 
 
 def build_engine(
-    resolved: ResolvedRun, device: torch.device, fill: Callable[[list[Unit]], None] | None = None
+    resolved: ResolvedRun,
+    device: torch.device,
+    fill: Callable[[list[Unit]], None] | None = None,
+    transport_for: ChooseTransport = choose_transport,
 ) -> Engine:
     """Build this rank's part of the run, with its first weights in place. All ranks call it together.
 
-    `fill` gives the units their first weights where they are not to be those that the run file names.
+    `fill` gives the units their first weights where they are not to be those that the run file names;
+    `transport_for` says what carries slices where that cannot be asked of the machine.
     """
     if device.type == "cuda":
         # The first AdamW of a process imports torch's compiler, whose frames stay behind in a cycle (torch 2.13) and
@@ -90,7 +94,7 @@ def build_engine(
         layout.micro_batch,
         spec.hidden_size,
     )
-    transport = choose_transport(
+    transport = transport_for(
         run.runtime.overlap_tp, groups.tp, sequence_parallel, device, prod(slice_shape) * dtype.itemsize
     )
     tp = TensorParallel(groups.tp, sequence_parallel, WeightGradients(), transport)

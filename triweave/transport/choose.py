@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +19,13 @@ from triweave.transport.interface import Transport
 from triweave.transport.plain import Collectives
 from triweave.transport.shared_memory import SharedMemory, allocate, share
 
+Wanted = Literal["auto", "off"]
+ChooseTransport = Callable[[Wanted, Group, bool, torch.device, int], Transport]
+"""The form of `choose_transport`."""
+
 
 def choose_transport(
-    wanted: Literal["auto", "off"], group: Group, sequence_parallel: bool, device: torch.device, slice_bytes: int
+    wanted: Wanted, group: Group, sequence_parallel: bool, device: torch.device, slice_bytes: int
 ) -> Transport:
     """The transport for `runtime.overlap_tp`. All ranks of the group call it together and get the same kind.
 

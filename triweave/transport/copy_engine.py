@@ -22,6 +22,7 @@ Why one buffer is enough: each gather and each scatter ends when every rank has 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,8 @@ class CopyEngines:
     """Bytes here of the slice from each rank."""
     owners: tuple[object, ...] = ()
     """What keeps that memory mapped: addresses only point into it."""
+    cuda: Any = torch.cuda
+    """What knows the stream that computes, and makes events."""
     piece_s: float = PIECE_S
     """What one piece more costs: decides which products are cut."""
     name: str = "overlapped with products, by copy engines"
@@ -103,7 +106,7 @@ class CopyEngines:
         order = self.pieces(x.shape[0] * x.shape[1], x.shape[2], other)
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
         source, to = x.data_ptr(), out.data_ptr()
-        products = torch.cuda.current_stream()
+        products = self.cuda.current_stream()
         if self.taken is not None:
             products.wait_event(self.taken)
         flags.copy(self.staged[group.rank], source, size, products.cuda_stream)
@@ -149,7 +152,7 @@ class CopyEngines:
 
     def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """An event when `stream` has come so far. Made once and used again: whoever waits refers to that record."""
-        event = self.spare.pop() if self.spare else torch.cuda.Event()
+        event = self.spare.pop() if self.spare else self.cuda.Event()
         event.record(stream)
         return event
 
@@ -181,17 +184,17 @@ class CopyGathering:
         """See `Gathering`."""
         number = self.pieces.index(piece)
         if len(self.pieces) == 1:
-            torch.cuda.current_stream().wait_event(self.arrivals[-1])
+            self.transport.cuda.current_stream().wait_event(self.arrivals[-1])
             return self.out
         if number == 0:
             return self.x
-        torch.cuda.current_stream().wait_event(self.arrivals[number - 1])
+        self.transport.cuda.current_stream().wait_event(self.arrivals[number - 1])
         size = self.x.shape[0]
         return self.out[piece.start * size : piece.stop * size]
 
     def finish(self) -> Tensor:
         """See `Gathering`."""
-        torch.cuda.current_stream().wait_event(self.arrivals[-1])
+        self.transport.cuda.current_stream().wait_event(self.arrivals[-1])
         self.transport.spare += self.arrivals
         return self.out
 
@@ -215,7 +218,7 @@ class CopyScattering:
         leaving = [peer for peer in peers if peer in piece]
         if not leaving:
             return
-        transport.follow(torch.cuda.current_stream())
+        transport.follow(transport.cuda.current_stream())
         size = transport.fitting(part.nbytes // len(piece))
         source, handle = part.data_ptr(), transport.stream.cuda_stream
         for peer in leaving:
@@ -227,7 +230,7 @@ class CopyScattering:
 
     def finish(self) -> Tensor:
         """See `Scattering`."""
-        transport, products = self.transport, torch.cuda.current_stream()
+        transport, products = self.transport, self.transport.cuda.current_stream()
         if self.arrived is None:
             raise ValueError("not every piece was sent")
         rank = transport.group.rank

@@ -1,0 +1,28 @@
+"""Messages that were sent and wait: the host launches ahead of the GPU, and keeps what it sent until the GPU has it."""
+
+from __future__ import annotations
+
+from triweave.layout import Layout
+
+LAUNCH_QUEUE = 1024
+"""Kernels that CUDA lets the host launch ahead of the GPU before a launch blocks."""
+_FORWARD, _BACKWARD = 11, 24
+"""Kernels of one layer: its products, norms, rotary embedding, attention, SwiGLU and sums."""
+_FORWARD_COPIES, _BACKWARD_COPIES = 8, 12
+"""Copies and sums of one layer for each tensor-parallel rank, where activations are split along the sequence."""
+
+
+def messages_waiting(layout: Layout, rank: int, num_micro_batches: int) -> int:
+    """Messages of pipeline rank `rank` that wait beside the last one in each direction.
+
+    Few in a stage of many layers: as many as the actions whose kernels fill the launch queue.
+    """
+    layers = max(layout.layers[stage] for stage in layout.stages_of(rank))
+    tp = layout.tp if layout.uses_sequence_parallel else 0
+    forward = max(1, layers * (_FORWARD + _FORWARD_COPIES * tp))
+    backward = max(1, layers * (_BACKWARD + _BACKWARD_COPIES * tp))
+    if layout.schedule == "gpipe":
+        # All forwards come first, and most is held after the last of them.
+        return min(num_micro_batches - 1, LAUNCH_QUEUE // forward) if rank < layout.pp - 1 else 0
+    neighbours = 1 if rank in (0, layout.pp - 1) and layout.vpp == 1 else 2
+    return neighbours * min(num_micro_batches - 1, LAUNCH_QUEUE // (forward + backward))
