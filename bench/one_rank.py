@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,10 @@ class Bench:
         if time.monotonic() > self.end:
             return "not run: no time left"
         try:
-            return measure_rank(cut(run), rank, self.device, cap_bytes=CAP_BYTES, steps=2)
+            found = measure_rank(cut(run), rank, self.device, cap_bytes=CAP_BYTES, steps=2)
+            if isinstance(found, Measured) and not isfinite(found.grad_norm):
+                return f"its gradients' norm is {found.grad_norm}: a GPU is faster on what is no number"
+            return found
         except Exception:  # whatever it is, it is this row's result
             return traceback.format_exc()
 

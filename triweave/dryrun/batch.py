@@ -7,21 +7,28 @@ import torch
 from triweave.config.validate import ResolvedRun
 from triweave.layers.attention import Documents
 from triweave.llama import StageInput
+from triweave.parameters import vocab_rows
 from triweave.training.step import Batch
 
 DOCUMENTS = 4
 """Documents of a packed sequence, all of one length."""
 
 
-def make_batch(resolved: ResolvedRun, device: torch.device) -> Batch:
-    """Random tokens for every micro-batch of a step; packed sequences hold several documents."""
+def make_batch(resolved: ResolvedRun, device: torch.device, tp_rank: int = 0) -> Batch:
+    """Random tokens for every micro-batch of a step; packed sequences hold several documents.
+
+    They are drawn from the words that rank `tp_rank` holds: nobody is there to look the others up, rows of zeros would
+    stay zeros through all layers, and a norm's gradient there grows 300-fold a layer.
+    """
     run, layout = resolved.run, resolved.layout
+    rows = vocab_rows(resolved.spec.vocab_size, layout.tp)
+    first, stop = tp_rank * rows, min((tp_rank + 1) * rows, resolved.spec.vocab_size)
     seq, batch = run.data.seq_len, layout.micro_batch
     documents = DOCUMENTS if run.data.packing else 1
     length = -(-seq // documents)
     inputs, targets = [], []
     for _ in range(resolved.num_micro_batches):
-        tokens = torch.randint(0, resolved.spec.vocab_size, (seq, batch), device=device)
+        tokens = torch.randint(first, stop, (seq, batch), device=device)
         place = torch.arange(seq, device=device).unsqueeze(1).expand(seq, batch)
         packed = None
         if documents > 1:

@@ -128,7 +128,7 @@ def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Cloc
         clock.at = "building the model"
         engine = build_engine(resolved, device, lambda units: fill_on_device(units, resolved.spec))
         engine.pipeline.before_action = clock.mark
-        batch = make_batch(resolved, device)
+        batch = make_batch(resolved, device, engine.tp.rank)
         optimizer = resolved.run.optimizer
         times: list[float] = []
         spans: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
