@@ -16,11 +16,9 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from exposed import communication
@@ -30,13 +28,13 @@ from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
 from triweave.config.schema import DataConfig, ModelConfig, Run, RuntimeConfig
 from triweave.config.validate import ResolvedRun
+from triweave.dryrun.on_gpu import fill_on_device
 from triweave.layout import Layout, even_layers
 from triweave.llama import StageInput
 from triweave.model_spec import ModelSpec
 from triweave.planner.memory import predict_memory
 from triweave.planner.time_step import predict_step
-from triweave.sharding import Unit
-from triweave.training import engine as engines
+from triweave.training.engine import Engine, build_engine
 from triweave.training.metrics import peak_memory
 from triweave.training.process import Process
 from triweave.training.processes import choose_device, process_group, run_ranks
@@ -69,14 +67,6 @@ def cases(small: bool) -> dict[str, tuple[ModelSpec, int, int]]:
     return {"Llama-3-8B seq 8192": (eight, 8192, 4), "70B-shaped, 4 layers, seq 4096": (seventy, 4096, 8)}
 
 
-def fill_on_device(units: Iterable[Unit], spec: ModelSpec, seed: int) -> None:
-    """Random weights made where they lie: what they are does not matter to the clock, making them on the host does."""
-    torch.manual_seed(seed)
-    for unit in units:
-        unit.weight.normal_(0.0, spec.initializer_range)
-        unit.adopt_weights()
-
-
 def measure(jobs: list[dict[str, Any]], out: Path, process: Process) -> int:
     """All jobs on this rank."""
     rows = []
@@ -104,8 +94,7 @@ def measure_one(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        with patch.object(engines, "draw_weights", fill_on_device):
-            engine = engines.build_engine(resolved, device)
+        engine = build_engine(resolved, device, lambda units: fill_on_device(units, spec))
         generator = torch.Generator(device).manual_seed(0)
         inputs, targets = [], []
         positions = torch.arange(seq, device=device).unsqueeze(1)
@@ -133,7 +122,7 @@ def measure_one(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
     }
 
 
-def trace_step(engine: engines.Engine, work: Batch, file: Path) -> dict[str, float]:
+def trace_step(engine: Engine, work: Batch, file: Path) -> dict[str, float]:
     """One step under the profiler: rank 0's trace to `file`, and the communication that it shows.
 
     Two steps are run and the second is kept, so that it begins as steps do, with the gathers of the one before.

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from triweave.planner.predict import step_of_run
 from triweave.planner.time_rows import Row, Run, run_of_row, step_s_of_row
 from triweave.planner.time_stack import Stack
-from triweave.planner.time_step import predict_step
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,7 @@ def predict(case: Case, fitted: tuple[float, float] | None = None) -> Prediction
 
 
 def predict_run(run: Run) -> Prediction:
-    step = predict_step(
-        run.decoder,
-        run.layout,
-        run.cluster,
-        seq_len=run.seq_len,
-        global_batch=run.global_batch,
-        precision=run.precision,
-        stack=run.stack,
-        on=run.on,
-    )
+    step = step_of_run(run)
     return step.step_s, step.range_s
 
 

@@ -7,7 +7,7 @@ weights under `full`) do not, and travel by collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from triweave.layout import Shard
 from triweave.overlap import FLAG_BYTES
@@ -66,3 +66,17 @@ def part_numel(shard: Shard, numels: Iterable[int], dp: int) -> int:
 def staging_bytes(part: int, dp: int) -> int:
     """What all slots take, for parts of `part` elements."""
     return SLOTS * (dp - 1) * part * _FLOAT32
+
+
+def beside_bytes(shard: Shard, numels: Sequence[int], dp: int) -> int:
+    """What a rank takes to copy from its peers, beside the buffers: their flags, and slots for parts of sums.
+
+    Args:
+        shard: the level.
+        numels: elements of each unit's flat buffer.
+        dp: ranks of the group; nothing is copied alone, nor among more than `MOST_RANKS`.
+    """
+    if not 1 < dp <= MOST_RANKS:
+        return 0
+    num_buffers = len(numels) * (shares_weights(shard) + shares_sums(shard))
+    return FLAG_BYTES * num_buffers + staging_bytes(part_numel(shard, numels, dp), dp)

@@ -6,9 +6,7 @@ Weights, activations and their gradients in bf16, gradient sums, master weights 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from unittest.mock import patch
 
 import stopwatch
 import torch
@@ -16,11 +14,10 @@ from workload import Case, read_case, shapes
 
 from triweave.config.schema import DataConfig, ModelConfig, Run
 from triweave.config.validate import ResolvedRun
+from triweave.dryrun.on_gpu import fill_on_device
 from triweave.layout import Layout, balanced_layers
 from triweave.llama import StageInput
-from triweave.model_spec import ModelSpec
-from triweave.sharding import Unit
-from triweave.training import engine as engines
+from triweave.training.engine import build_engine
 from triweave.training.process import started_by_launcher
 from triweave.training.processes import process_group
 from triweave.training.step import Batch, train_step
@@ -43,13 +40,6 @@ def layout_of(case: Case) -> Layout:
     return replace(layout, layers=balanced_layers(shape.spec, layout.num_stages, shape.seq_len))
 
 
-def fill_on_device(units: Iterable[Unit], spec: ModelSpec, seed: int) -> None:
-    """Random weights made where they lie: what they are does not matter to the clock, making them on the host does."""
-    for unit in units:
-        unit.weight.normal_(0.0, spec.initializer_range)
-        unit.adopt_weights()
-
-
 def main() -> None:
     case, process = read_case(), started_by_launcher()
     if process is None:
@@ -60,8 +50,7 @@ def main() -> None:
     run = Run(model=model, data=DataConfig(train=("",), seq_len=shape.seq_len))
     resolved = ResolvedRun(run, shape.spec, layout, None, case.num_micro_batches, layout.world_size)
     with process_group(process, device, 300):
-        with patch.object(engines, "draw_weights", fill_on_device):
-            engine = engines.build_engine(resolved, device)
+        engine = build_engine(resolved, device, lambda units: fill_on_device(units, shape.spec))
         work = random_batch(case, device)
         seconds = stopwatch.time_steps(lambda: train_step(engine, work, 1e-5, 1.0))
         products = "bf16 compute, products of the layers in fp8" if fp8 else "bf16 compute"

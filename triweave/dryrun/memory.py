@@ -16,14 +16,14 @@ from triweave.dryrun.places import Places
 from triweave.dryrun.transport import transport_on_paper
 from triweave.groups import Groups
 from triweave.layout import Layout
-from triweave.overlap import FLAG_BYTES, exchange_bytes
+from triweave.overlap import exchange_bytes
 from triweave.planner.allocator import CachingAllocator
 from triweave.planner.assumptions import OURS
 from triweave.planner.memory_moments import Moment, worst_moments
 from triweave.schedule.actions import PipelineSchedule
 from triweave.schedule.build import build_schedule
 from triweave.sharding import Unit
-from triweave.sharing import MOST_RANKS, buffer_sizes, part_numel, staging_bytes
+from triweave.sharing import beside_bytes
 from triweave.training.engine import Engine, build_engine
 from triweave.training.step import train_step
 from triweave.transport.choose import choose_transport
@@ -165,10 +165,8 @@ def peer_bytes(engine: Engine, resolved: ResolvedRun) -> int:
         total += -(-exchange_bytes(engine.tp.size, transport.received[0].numel()) // PAGE) * PAGE
     dp, shard, runtime = engine.groups.dp, resolved.layout.shard, resolved.run.runtime
     one_node = len({rank // resolved.gpus_per_node for rank in dp.ranks}) == 1
-    if runtime.overlap_dp == "auto" and 1 < dp.size <= MOST_RANKS and one_node:
-        numels = [unit.numel for unit in engine.sharding.units]
-        buffers = [buffer_sizes(shard, unit.numel, unit.dtype.itemsize) for unit in engine.sharding.units]
-        total += FLAG_BYTES * sum(map(len, buffers)) + staging_bytes(part_numel(shard, numels, dp.size), dp.size)
+    if runtime.overlap_dp == "auto" and one_node:
+        total += beside_bytes(shard, [unit.numel for unit in engine.sharding.units], dp.size)
     return total
 
 

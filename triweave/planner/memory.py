@@ -18,7 +18,7 @@ from operator import mul
 
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
-from triweave.overlap import FLAG_BYTES, exchange_bytes
+from triweave.overlap import exchange_bytes
 from triweave.parameters import has_tied_copy, holds_embedding, holds_head
 from triweave.planner.assumptions import OURS, Assumptions
 from triweave.planner.memory_messages import messages_waiting
@@ -33,9 +33,9 @@ from triweave.planner.memory_states import (
     states_of,
     weight_gradient_cache,
 )
-from triweave.planner.sizes import DTYPE_BYTES, Sizes, sizes_of
+from triweave.planner.sizes import Sizes, sizes_of
 from triweave.schedule.actions import Kind
-from triweave.sharing import MOST_RANKS, buffer_sizes, part_numel, staging_bytes
+from triweave.sharing import beside_bytes
 
 _TOKEN_BYTES = 8
 
@@ -308,7 +308,7 @@ def _standing_bytes(
         neighbours = 1 if rank in (0, layout.pp - 1) and layout.vpp == 1 else 2
         standing["p2p buffers"] = (1 + neighbours + waiting) * s.slice
     if a.bookkeeping == "ours":
-        standing["copies between ranks"] = _shared_beside(layout, units, s, dtype)
+        standing["copies between ranks"] = _shared_beside(layout, units, s)
     if a.weight_gradient_cache:
         standing["weight gradient cache"] = weight_gradient_cache(spec, layout, units, dtype)
     if a.bookkeeping == "megatron" and head and s.sequence_parallel and a.loss != "gathered":
@@ -322,18 +322,14 @@ def _standing_bytes(
     return {name: size for name, size in standing.items() if size}
 
 
-def _shared_beside(layout: Layout, units: list[ParameterUnit], s: Sizes, dtype: str) -> int:
+def _shared_beside(layout: Layout, units: list[ParameterUnit], s: Sizes) -> int:
     """What copies by the GPUs of one host take beside the tensors: flags, and slices and parts under way.
 
     Groups that span hosts, or runs that switch the copies off, do without: for them this is too much by as much.
     """
     total = exchange_bytes(layout.tp, s.slice) if layout.uses_sequence_parallel else 0
     dp = data_parallel_size(layout)
-    if 1 < dp <= MOST_RANKS:
-        numels = flat_sizes(units, dp)
-        sizes = [buffer_sizes(layout.shard, numel, DTYPE_BYTES[dtype]) for numel in numels]
-        total += FLAG_BYTES * sum(map(len, sizes)) + staging_bytes(part_numel(layout.shard, numels, dp), dp)
-    return total
+    return total + beside_bytes(layout.shard, flat_sizes(units, dp), dp)
 
 
 def _held(moment: Moment, tapes: Mapping[int, StageTapes]) -> list[tuple[Mapping[str, int], int]]:

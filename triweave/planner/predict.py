@@ -20,7 +20,7 @@ from triweave.planner.profile import Profile
 from triweave.planner.profile_machine import is_foreign, machine_from_profile
 from triweave.planner.published_memory import capacity_of, case_of
 from triweave.planner.time_rows import Run, run_of_row, step_s_of_row
-from triweave.planner.time_step import predict_step
+from triweave.planner.time_step import StepTime, predict_step
 
 COLUMNS = [
     "source",
@@ -105,16 +105,7 @@ def predict_row(row: Row, profile: Profile | None = None) -> dict[str, Any]:
     if isinstance(run, str):
         unpredicted["step_s"] = run
     else:
-        time = predict_step(
-            run.decoder,
-            run.layout,
-            run.cluster,
-            seq_len=run.seq_len,
-            global_batch=run.global_batch,
-            precision=run.precision,
-            stack=run.stack,
-            on=run.on if profile is None else _on_profile(profile, run),
-        )
+        time = step_of_run(run, on=None if profile is None else _on_profile(profile, run))
         answer |= {
             "step_s": time.step_s,
             "step_s_range": list(time.range_s),
@@ -201,3 +192,17 @@ def summary(errors: Sequence[Mapping[str, float | bool]]) -> dict[str, Any]:
         missed = sum(bool(one["missed_out_of_memory"]) for one in errors if "fits_right" in one)
         told["fits"] = {"rows": len(right), "right": sum(right) / len(right), "missed": missed / len(right)}
     return told
+
+
+def step_of_run(run: Run, on: Machine | None = None) -> StepTime:
+    """The step of a row's run, on its own machine or on another that measured tables describe."""
+    return predict_step(
+        run.decoder,
+        run.layout,
+        run.cluster,
+        seq_len=run.seq_len,
+        global_batch=run.global_batch,
+        precision=run.precision,
+        stack=run.stack,
+        on=run.on if on is None else on,
+    )
