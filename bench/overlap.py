@@ -51,6 +51,8 @@ from triweave.transport.messages import Messages
 from triweave.transport.plain import Collectives
 
 REPEATS = 20
+KEPT = "overlapped, inputs kept"
+"""Overlapped as well, and gathered inputs kept for backward (`layout.keep_gathered`)."""
 MIB = 2**20
 
 
@@ -91,8 +93,9 @@ def ways(bench: Bench, overlapped: Transport) -> Iterator[tuple[str, TensorParal
         ("alone", Alone(bench.group)),
         ("plain", Collectives(bench.group, True)),
         ("overlapped", overlapped),
+        (KEPT, overlapped),
     ):
-        yield name, TensorParallel(bench.group, True, chosen=transport)
+        yield name, TensorParallel(bench.group, True, name == KEPT, chosen=transport)
 
 
 def fill(module: nn.Module, bench: Bench) -> None:
@@ -304,13 +307,13 @@ def show(rows: list[dict[str, Any]]) -> None:
         if row["section"] in ("memory", "copies", "right"):
             told = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "section")
             print(f"{row['section']:8} " + ", ".join(told))
-    print("what | alone ms | collectives ms | overlapped ms | exposed: collectives | overlapped")
+    print("what | alone ms | collectives ms | overlapped ms | inputs kept ms | exposed: collectives | overlapped | kept")
     for row in rows:
         if row["section"] in ("products", "layers"):
-            alone, plain, ours = row["alone"], row["plain"], row["overlapped"]
+            alone, plain, ours, kept = row["alone"], row["plain"], row["overlapped"], row[KEPT]
             print(
                 f"{row['model']} seq {row['seq']} {row.get('what', 'whole layer')} | {alone:.3f} | {plain:.3f} |"
-                f" {ours:.3f} | {plain / alone - 1:.1%} | {ours / alone - 1:.1%}"
+                f" {ours:.3f} | {kept:.3f} | {plain / alone - 1:.1%} | {ours / alone - 1:.1%} | {kept / alone - 1:.1%}"
                 + (
                     f" | issued in {row['plain_host']:.3f} and {row['overlapped_host']:.3f} ms"
                     if "what" not in row

@@ -118,7 +118,7 @@ def main(rank: int) -> None:
     print(f"rank {rank} of {LAYOUT}, tensor-parallel rank {at.tp} of {where}")
     with FakeTensorMode():
         groups = make_groups(LAYOUT, SPEC, channels(ONE_MICRO_BATCH), torch.device("cpu"))
-        tp = TensorParallel(groups.tp, LAYOUT.uses_sequence_parallel, WeightGradients())
+        tp = TensorParallel(groups.tp, LAYOUT.uses_sequence_parallel, weight_gradients=WeightGradients())
         stages, units, memory = build_stages(SPEC, LAYOUT, groups, tp, AttentionKernel(), torch.bfloat16, "auto")
         sharding, journal = Sharding(units, groups, memory), Journal(rank)
         activations = (SEQ // LAYOUT.tp, LAYOUT.micro_batch, SPEC.hidden_size)

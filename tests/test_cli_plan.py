@@ -41,6 +41,7 @@ LAYOUT_KEYS = {
     "schedule",
     "recompute",
     "sequence_parallel",
+    "keep_gathered",
     "layers",
 }
 CANDIDATE_KEYS = {

@@ -85,13 +85,14 @@ def count_layer(
     recompute: tuple[Recompute, ...],
     splits: bool,
     messages: bool = False,
+    keep_gathered: bool = False,
 ) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """Kinds of calls of one layer, forward, backward and later.
 
     Each moves one activation of the whole sequence; a message, one rank's slice of it.
     """
     group = Group(tuple(range(size)), rank, dist.group.WORLD)
-    tp = TensorParallel(group, sequence_parallel, chosen=Messages(group) if messages else None)
+    tp = TensorParallel(group, sequence_parallel, keep_gathered, chosen=Messages(group) if messages else None)
     layer = DecoderLayer(SPEC, tp, AttentionKernel(), recompute)
     for parameter in layer.parameters():
         torch.nn.init.ones_(parameter)
@@ -133,6 +134,14 @@ def test_layer_communicates_as_often_as_it_must(
     """
     counted = ranks.run(2, count_layer, 2, sequence_parallel, recompute, False)
     assert counted == [(Counter(forward), Counter(backward), Counter())] * 2
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_kept_inputs_are_not_gathered_again(ranks: Ranks, splits: bool) -> None:
+    """A layer that keeps its gathered inputs does as many gathers backward as forward, whether or not it is split."""
+    once = Counter({"all-gather": 2, "reduce-scatter": 2})
+    counted = ranks.run(2, count_layer, 2, True, (), splits, False, True)
+    assert counted == [(once, once, Counter())] * 2
 
 
 def test_split_backward_gathers_late(ranks: Ranks) -> None:

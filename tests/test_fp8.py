@@ -287,6 +287,7 @@ def test_a_model_learns_alike(ranks: Ranks, folder: Path) -> None:
 LAYOUTS = {
     "tp2": (Layout(tp=2), False),
     "tp2-pieces": (Layout(tp=2), True),
+    "tp2-gathered": (Layout(tp=2, keep_gathered=True), True),
     "tp2-nosp": (Layout(tp=2, sequence_parallel=False), False),
     "dp2-none": (Layout(dp=2, shard="none"), False),
     "dp2-gradients": (Layout(dp=2, shard="gradients"), False),

@@ -88,6 +88,8 @@ LAYOUTS = {
     "recompute-parts": Layout(tp=2, pp=2, recompute=("norm", "swiglu", "attention")),
     "recompute-mlp-zero-bubble": Layout(tp=2, pp=2, recompute=("norm", "mlp"), schedule="zero-bubble"),
     "recompute-full": Layout(dp=2, shard="full", recompute=("layer",)),
+    "keep-gathered": Layout(tp=4, keep_gathered=True),
+    "keep-gathered-zero-bubble": Layout(tp=2, pp=2, schedule="zero-bubble", keep_gathered=True, recompute=("mlp",)),
     "micro-batch-2": Layout(tp=2, pp=2, micro_batch=2),
 }
 
@@ -102,9 +104,10 @@ def test_layout_equals_one_process(ranks: Ranks, oracle: Oracle, layout: Layout)
     "layout",
     [
         Layout(tp=4, micro_batch=2, recompute=("layer",)),
+        Layout(tp=4, keep_gathered=True),
         Layout(tp=2, pp=2, dp=2, shard="full", schedule="zero-bubble", recompute=("norm", "swiglu")),
     ],
-    ids=["tp4", "tp2-pp2-dp2-full-zero-bubble"],
+    ids=["tp4", "tp4-keep-gathered", "tp2-pp2-dp2-full-zero-bubble"],
 )
 def test_products_in_pieces_equal_one_process(ranks: Ranks, oracle: Oracle, layout: Layout) -> None:
     """A model whose products are done piece by piece, each while others travel, is the same model."""

@@ -81,6 +81,13 @@ GRID_CASES = (
     Case("groups", "train.global_batch", ("10 micro-batches", "pp = 4"), "16", INTERLEAVED, rest={"global_batch": 20}),
     Case("layer", "layout.recompute", ("the others included",), "[layer]", {"recompute": ("layer", "norm")}),
     Case("mlp", "layout.recompute", ("swiglu",), "[mlp, norm]", {"recompute": ("swiglu", "mlp", "norm")}),
+    Case(
+        "gathered",
+        "layout.keep_gathered",
+        ("nothing gathered to keep",),
+        "false",
+        {"keep_gathered": True, "recompute": ("norm",)},
+    ),
     Case("twice", "layout.recompute", ("twice",), "[norm]", {"recompute": ("norm", "norm")}),
 )
 MODEL_CASES = (

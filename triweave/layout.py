@@ -48,6 +48,8 @@ class Layout:
     micro_batch: int = 1
     sequence_parallel: bool = True
     """Megatron's meaning: between the tensor-parallel products, activations are split along the sequence."""
+    keep_gathered: bool = False
+    """Keep the gathered input of a column-parallel product for backward, where it is gathered again without this."""
     schedule: Schedule = "1f1b"
     shard: Shard = "optimizer"
     shard_group: int | None = None
@@ -71,6 +73,11 @@ class Layout:
     def uses_sequence_parallel(self) -> bool:
         """Whether activations are split along the sequence; with one tensor rank there is nothing to split."""
         return self.sequence_parallel and self.tp > 1
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether gathered inputs are kept: without sequence parallelism there are none."""
+        return self.keep_gathered and self.uses_sequence_parallel
 
     @property
     def replicas(self) -> int:

@@ -187,6 +187,9 @@ def _recompute(layout: Layout) -> Iterator[Problem]:
     elif "mlp" in kinds and "swiglu" in kinds:
         rest = ", ".join(kind for kind in kinds if kind != "swiglu")
         yield Problem("layout.recompute", shown, "mlp recomputes the swiglu inside it", f"[{rest}]")
+    if layout.keep_gathered and "norm" in kinds:
+        rule = "norm computes a product's input again in backward, slice by slice, so there is nothing gathered to keep"
+        yield Problem("layout.keep_gathered", "true", rule, "false")
 
 
 def even_problems(spec: ModelSpec, layout: Layout) -> list[Problem]:

@@ -143,6 +143,7 @@ def layout_of(config: LayoutConfig, world_size: int | None) -> Layout:
         dp=dp,
         micro_batch=config.micro_batch,
         sequence_parallel=config.sequence_parallel,
+        keep_gathered=config.keep_gathered,
         schedule=config.schedule,
         shard=config.shard,
         shard_group=config.shard_group,

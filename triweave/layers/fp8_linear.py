@@ -52,10 +52,10 @@ class _Column(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.tp, ctx.inverse_scale = weight, bias, tp, None
         matrix = weight_by_rows(weight)
         if tp.gathers:
-            ctx.save_for_backward(x)
-            gathering = tp.transport.gather(x, whole=False, other=weight.shape[0])
+            gathering = tp.transport.gather(x, whole=tp.keep_gathered, other=weight.shape[0])
             y = _multiply_gathered(gathering, matrix, VALUES, fast=True)
-            gathering.finish()
+            gathered = gathering.finish()
+            ctx.save_for_backward(gathered if tp.keep_gathered else x)
         else:
             rows = _cast_and_keep(ctx, x, keep)
             y = multiply(rows, matrix, x.dtype, fast=True).unflatten(0, x.shape[:-1])
@@ -68,14 +68,15 @@ class _Column(torch.autograd.Function):
         submit = tp.weight_gradients.submit
         rows, columns = both_ways(grad_y, GRADIENTS)
         of_bias = None if bias is None else grad_y.flatten(0, -2).sum(0, dtype=torch.float32)
+        gathers = tp.gathers and not tp.keep_gathered
         gathered: list[Gathering] = []
 
         def start_gather() -> None:
-            if tp.gathers:
+            if gathers:
                 gathered.append(tp.transport.gather(kept, whole=True, other=0))
 
         def add_gradients() -> None:
-            x = gathered.pop().finish() if tp.gathers else kept
+            x = gathered.pop().finish() if gathers else kept
             add_weight_gradient(weight, columns, _columns_of(x, inverse_scale))
             if of_bias is not None:
                 add_to_main_grad(bias, of_bias)

@@ -39,7 +39,8 @@ class ColumnParallelLinear(nn.Module):
 
     Only the input's own slice is kept for backward and is gathered again there: for Llama-3-70B at TP 8 and
     sequence 8192 the gathered inputs would be 256 MiB a layer. That gather runs beside the input gradient's
-    product, and the input gradient's reduction beside the weight gradient's.
+    product, and the input gradient's reduction beside the weight gradient's. With `keep_gathered` there is no
+    second gather, for who has the memory.
     """
 
     def __init__(
@@ -95,30 +96,32 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
-        ctx.save_for_backward(x)
         # Held as they are and not as saved tensors: sharding may free and refill the storage in between.
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-        gathering = tp.transport.gather(x, whole=False, other=weight.shape[0])
+        gathering = tp.transport.gather(x, whole=tp.keep_gathered, other=weight.shape[0])
         y = multiply_gathered(gathering, weight.t(), bias)
-        gathering.finish()
+        gathered = gathering.finish()
+        ctx.save_for_backward(gathered if tp.keep_gathered else x)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
-        weight, bias, transport = ctx.weight, ctx.bias, ctx.tp.transport
-        submit = ctx.tp.weight_gradients.submit
+        (kept,) = ctx.saved_tensors
+        weight, bias, tp, transport = ctx.weight, ctx.bias, ctx.tp, ctx.tp.transport
+        submit = tp.weight_gradients.submit
         gathered: list[Gathering] = []
 
         def start_gather() -> None:
-            gathered.append(transport.gather(x, whole=True, other=0))
+            gathered.append(transport.gather(kept, whole=True, other=0))
 
         def add_weight_gradient() -> None:
-            add_product(weight, grad_y.flatten(0, -2), gathered.pop().finish().flatten(0, -2))
+            x = kept if tp.keep_gathered else gathered.pop().finish()
+            add_product(weight, grad_y.flatten(0, -2), x.flatten(0, -2))
             if bias is not None:
                 add_to_main_grad(bias, grad_y.flatten(0, -2).sum(0, dtype=torch.float32))
 
-        submit(start_gather, one_earlier=True)
+        if not tp.keep_gathered:
+            submit(start_gather, one_earlier=True)
         grad_x = multiply_and_scatter(grad_y, weight, transport)
         submit(add_weight_gradient)
         return grad_x.finish(), None, None, None

@@ -20,6 +20,8 @@ class TensorParallel:
     group: Group = field(default_factory=alone)
     sequence_parallel: bool = False
     """Whether activations outside the products are `[seq/tp, batch, hidden]` rather than `[seq, batch, hidden]`."""
+    keep_gathered: bool = False
+    """Whether a column-parallel product keeps its gathered input for backward, and not its own slice of it."""
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     chosen: Transport | None = None
     """What carries slices from rank to rank; None leaves it to collectives."""

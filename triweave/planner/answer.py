@@ -105,6 +105,7 @@ def layout_json(layout: Layout) -> dict[str, Any]:
         "schedule": layout.schedule,
         "recompute": list(layout.recompute),
         "sequence_parallel": layout.sequence_parallel,
+        "keep_gathered": layout.keep_gathered,
         "layers": list(layout.layers),
     }
 
@@ -113,6 +114,8 @@ def spell_layout(layout: Layout) -> str:
     """`tp4 pp4 vpp5 dp2, micro-batch 1, interleaved, shard optimizer, recompute norm swiglu`."""
     among = f" among {layout.shard_ranks}" if layout.uses_shard_groups else ""
     parts = [str(layout), f"micro-batch {layout.micro_batch}", layout.schedule, f"shard {layout.shard}{among}"]
+    if layout.keeps_gathered:
+        parts.append("keep gathered")
     if layout.recompute:
         parts.append("recompute " + " ".join(layout.recompute))
     if len(set(layout.layers)) > 1:

@@ -141,6 +141,7 @@ def run_file_text(request: Request, layout: Layout) -> str:
             cp=layout.cp,
             micro_batch=layout.micro_batch,
             sequence_parallel=layout.sequence_parallel,
+            keep_gathered=layout.keep_gathered,
             schedule=layout.schedule,
             shard=layout.shard,
             shard_group=layout.shard_group,

@@ -67,7 +67,7 @@ def layer_block(s: Sizes, unit: Unit) -> Block:
     _layer_forward(f, s, keep=not whole)
     f.make("output", s.slice)
     f.free("down", "gathered weights", "gradients in flight")
-    if {"norm", "mlp", "layer"} & s.recompute:
+    if {"norm", "mlp", "layer"} & s.recompute or s.keeps_gathered:
         f.free("mlp input")
     if whole:
         f.free("mlp residual")
@@ -79,7 +79,7 @@ def layer_block(s: Sizes, unit: Unit) -> Block:
     if whole:
         # Until the last product has kept its input: what comes after is not run again.
         _layer_forward(b, s, keep=True)
-        b.free("down", *(("mlp input",) if {"norm", "mlp"} & s.recompute else ()))
+        b.free("down", *(("mlp input",) if {"norm", "mlp"} & s.recompute or s.keeps_gathered else ()))
     _mlp_backward(b, s)
     _attention_backward(b, s)
     b.free("gathered weights")
@@ -92,9 +92,9 @@ def head_block(s: Sizes, unit: Unit) -> Block:
     f = Tape({"input": s.slice})
     _make_shared(f, unit.gathered_weights, unit.still_reducing)
     f.make("head input", s.slice)
-    _gather(f, s)
+    f.make("gathered head input", s.gathered)
     f.make("logits", s.logits)
-    f.free("gathered input", "gathered weights")
+    f.free("head input" if s.keeps_gathered else "gathered head input", "gathered weights")
     f.make("row statistics", 8 * s.tokens)
     f.free("gradients in flight")
     kept = _kept(f)
@@ -109,7 +109,7 @@ def head_block(s: Sizes, unit: Unit) -> Block:
     b.free("whole gradients", "gradients in flight")
     _norm_backward(b, s, "input")
     b.free("gradient")
-    return Block(kept, Pass.of(f), Pass.of(b), {"head input": s.slice, "logits' gradient": s.logits})
+    return Block(kept, Pass.of(f), Pass.of(b), {"head input": s.column_input, "logits' gradient": s.logits})
 
 
 def _make_shared(t: Tape, weights: int, reducing: int) -> None:
@@ -128,16 +128,17 @@ def _layer_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
     t.make("mlp residual", s.slice)
     t.make("mlp input", s.slice)
     t.free("attended")
-    if not keep or {"norm", "attention"} & s.recompute:
+    if not keep or {"norm", "attention"} & s.recompute or s.keeps_gathered:
         t.free("attention input")
     _mlp_forward(t, s, keep=keep and "mlp" not in s.recompute)
 
 
 def _attention_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
     """From the norm's output. Without `keep` nothing is saved: what the function holds goes when it returns."""
-    _gather(t, s)
+    t.make("gathered attention input", s.gathered)
     t.make("query-key-value", s.qkv)
-    t.free("gathered input")
+    if not (keep and s.keeps_gathered):
+        t.free("gathered attention input")
     # Queries, keys and values are the product itself, rotated in place.
     t.make("attention output", s.query)
     t.make("logsumexp", s.logsumexp)
@@ -150,20 +151,16 @@ def _attention_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
 
 def _mlp_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
     """From the norm's output, likewise."""
-    _gather(t, s)
+    t.make("gathered mlp input", s.gathered)
     t.make("gate and up", s.gate_up)
-    t.free("gathered input")
+    if not (keep and s.keeps_gathered):
+        t.free("gathered mlp input")
     t.make("product", s.ffn)
     _row_output(t, s, "down")
     if not keep or "swiglu" in s.recompute:
         t.free("product")
     if not keep:
         t.free("gate and up")
-
-
-def _gather(t: Tape, s: Sizes) -> None:
-    """The gathered copy of a product's input; without sequence parallelism the input is whole."""
-    t.make("gathered input", s.gathered)
 
 
 def _row_output(t: Tape, s: Sizes, name: str) -> None:
@@ -184,7 +181,7 @@ def _mlp_backward(t: Tape, s: Sizes) -> None:
     if "mlp" in s.recompute:
         t.make("mlp input", s.slice)
         _mlp_forward(t, s, keep=True)
-        t.free("down", *(("mlp input",) if "norm" in s.recompute else ()))
+        t.free("down", *(("mlp input",) if "norm" in s.recompute or s.keeps_gathered else ()))
     t.make("gathered gradient", s.gathered)
     if "swiglu" in s.recompute:
         t.make("product", s.ffn)
@@ -202,7 +199,7 @@ def _attention_backward(t: Tape, s: Sizes) -> None:
     if "attention" in s.recompute:
         t.make("attention input", s.slice)
         _attention_forward(t, s, keep=True)
-        t.free("attended", *(("attention input",) if "norm" in s.recompute else ()))
+        t.free("attended", *(("attention input",) if "norm" in s.recompute or s.keeps_gathered else ()))
     t.make("gathered gradient", s.gathered)
     t.make("attention output's gradient", s.query)
     t.free("gathered gradient")
@@ -221,15 +218,17 @@ def _attention_backward(t: Tape, s: Sizes) -> None:
 
 
 def _column_backward(t: Tape, s: Sizes, kept: str, gradient: str) -> None:
-    """Of a column-parallel product: its input is gathered again beside the input gradient's product."""
-    _gather(t, s)
+    """Of a column-parallel product: its input is gathered again beside the input gradient's product, or was kept so."""
+    gathered = f"gathered {kept}"
+    if not s.keeps_gathered:
+        t.make(gathered, s.gathered)
     t.make("input's gradient", s.hidden)
     if s.sequence_parallel:
         t.make("normed gradient", s.slice)
-        t.free("gathered input", "input's gradient")
+        t.free(gathered, "input's gradient")
     else:
         t.rename("input's gradient", "normed gradient")
-    t.free(gradient, kept)
+    t.free(gradient, *(() if s.keeps_gathered else (kept,)))
 
 
 def _norm_backward(t: Tape, s: Sizes, source: str) -> None:
@@ -247,8 +246,8 @@ def _kept(t: Tape) -> dict[str, int]:
 def _put_off(s: Sizes) -> dict[str, int]:
     """Inputs and output gradients of a layer's four products, until its weight gradients are computed."""
     return {
-        "attention input": s.slice,
-        "mlp input": s.slice,
+        "attention input": s.column_input,
+        "mlp input": s.column_input,
         "attention output": s.query,
         "product": s.ffn,
         "output gradients": 2 * s.hidden + s.qkv + s.gate_up,

@@ -24,6 +24,8 @@ class Sizes:
     seq: int
     """Tokens of a sequence on this rank."""
     sequence_parallel: bool
+    keeps_gathered: bool
+    """Whether backward has a gathered copy of a column-parallel product's input, and not the slice."""
     heads: int
     """Query heads of this rank."""
     head_dim: int
@@ -54,6 +56,11 @@ class Sizes:
         return self.hidden if self.sequence_parallel else 0
 
     @property
+    def column_input(self) -> int:
+        """What backward keeps of a column-parallel product's input."""
+        return self.hidden if self.keeps_gathered else self.slice
+
+    @property
     def qkv(self) -> int:
         """The query-key-value product."""
         return self.query + 2 * self.key_value
@@ -79,6 +86,7 @@ def sizes_of(spec: ModelSpec, layout: Layout, seq_len: int, dtype: str, assumpti
         batch=layout.micro_batch,
         seq=seq,
         sequence_parallel=layout.uses_sequence_parallel,
+        keeps_gathered=layout.keeps_gathered,
         heads=heads,
         head_dim=spec.head_dim,
         hidden=hidden,

@@ -146,7 +146,7 @@ def _tensor_parallel(place: Place, column: Products, row: Products, reductions: 
         return 2 * once * stack.pipelined, 2 * once * stack.pipelined
     if stack.piece_tokens:
         return _in_pieces(place, column, row, once)
-    again = 1 if stack.gathers_again else 0
+    again = 1 if stack.gathers_again and not place.keeps_gathered else 0
     if not stack.overlap_tp:
         return 2 * once, (2 + again) * once
     hidden = again * overlapped_s(once, column[1], stack.slowdown) + overlapped_s(once, column[2], stack.slowdown)
@@ -169,7 +169,9 @@ def _in_pieces(place: Place, column: Products, row: Products, once: float) -> tu
         return overlapped_s(communication, share * compute, stack.slowdown)
 
     forward = exposed(once, column[0]) + exposed(once, row[0])
-    backward = exposed(once, row[1]) + overlapped_s(2 * once, share * column[1] + column[2], stack.slowdown)
+    backward = exposed(once, row[1]) + overlapped_s(
+        (1 if place.keeps_gathered else 2) * once, share * column[1] + column[2], stack.slowdown
+    )
     return forward, backward
 
 

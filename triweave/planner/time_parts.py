@@ -77,6 +77,7 @@ class Place:
     micro_batch: int
     seq: int
     sequence_parallel: bool
+    keeps_gathered: bool
     recompute: tuple[Recompute, ...]
     precision: Precision
 
@@ -141,6 +142,7 @@ def place_of(
         layout.micro_batch,
         seq_len,
         layout.uses_sequence_parallel,
+        layout.keeps_gathered,
         layout.recompute,
         precision,
     )

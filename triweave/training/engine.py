@@ -97,7 +97,7 @@ def build_engine(
     transport = transport_for(
         run.runtime.overlap_tp, groups.tp, sequence_parallel, device, prod(slice_shape) * dtype.itemsize
     )
-    tp = TensorParallel(groups.tp, sequence_parallel, WeightGradients(), transport)
+    tp = TensorParallel(groups.tp, sequence_parallel, layout.keeps_gathered, WeightGradients(), transport)
 
     stages, units, memory = build_stages(
         spec, layout, groups, tp, kernel, dtype, run.runtime.overlap_dp, fp8=run.model.fp8
