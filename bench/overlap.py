@@ -307,7 +307,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         if row["section"] in ("memory", "copies", "right"):
             told = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "section")
             print(f"{row['section']:8} " + ", ".join(told))
-    print("what | alone ms | collectives ms | overlapped ms | inputs kept ms | exposed: collectives | overlapped | kept")
+    print(
+        "what | alone ms | collectives ms | overlapped ms | inputs kept ms | exposed: collectives | overlapped | kept"
+    )
     for row in rows:
         if row["section"] in ("products", "layers"):
             alone, plain, ours, kept = row["alone"], row["plain"], row["overlapped"], row[KEPT]

@@ -47,7 +47,7 @@ class LayoutConfig:
     sequence_parallel: bool = True
     """Split activations along the sequence between tensor-parallel products (Megatron's meaning of the word)."""
     keep_gathered: bool = False
-    """Keep what sequence parallelism gathers for a product and do not gather it again in backward: costs memory, saves time."""
+    """Keep inputs that sequence parallelism gathers, and gather none again in backward: memory for time."""
     schedule: Schedule = "1f1b"
     """Order of the pipeline: gpipe, 1f1b, interleaved or zero-bubble."""
     shard: Shard = "optimizer"
