@@ -217,6 +217,15 @@ def test_the_peak_is_named() -> None:
     assert {"weights", "gradients", "master weights", "optimizer moments", "activations"} <= set(found.components)
 
 
+def test_a_sharded_model_is_built_unit_by_unit() -> None:
+    """With weights freed between uses a rank never holds the whole model, not even while it is built and filled."""
+    layout = Layout(dp=64, shard="full", recompute=("layer",), layers=(64,))
+    spec = replace(SPEC, num_hidden_layers=64)
+    found = rank_memory(replace(resolved(layout, 1, seq_len=64), spec=spec, layout=layout), 0)
+    assert found.at != "building the model"
+    assert found.components["weights"] < spec.num_parameters / 4
+
+
 def test_states_are_those_of_the_trainer() -> None:
     """Weights take 2 bytes a parameter, gradients and master weights 4 each, moments 8: mixed-precision AdamW."""
     found = rank_memory(resolved(Layout(), 1), 0).components

@@ -22,7 +22,7 @@ from triweave.planner.assumptions import OURS
 from triweave.planner.memory_moments import Moment, worst_moments
 from triweave.schedule.actions import PipelineSchedule
 from triweave.schedule.build import build_schedule
-from triweave.sharding import Unit
+from triweave.sharding import Unit, filling
 from triweave.sharing import beside_bytes
 from triweave.training.engine import Engine, build_engine
 from triweave.training.step import train_step
@@ -141,8 +141,8 @@ def enough_micro_batches(layout: Layout, pp_rank: int, num_micro_batches: int, l
 
 def adopt_weights(units: list[Unit]) -> None:
     """Take the units' weights as they are: there are no numbers to give them."""
-    for unit in units:
-        unit.adopt_weights()
+    for _ in filling(units):
+        pass
 
 
 def name_states(memory: Allocations, engine: Engine) -> None:

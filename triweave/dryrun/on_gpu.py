@@ -26,7 +26,7 @@ from triweave.model_spec import ModelSpec
 from triweave.schedule.actions import Action, Kind
 from triweave.schedule.build import build_schedule
 from triweave.schedule.simulate import Timeline, simulate
-from triweave.sharding import Unit
+from triweave.sharding import Unit, filling
 from triweave.training.engine import build_engine
 from triweave.training.step import train_step
 
@@ -159,9 +159,8 @@ def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Cloc
 
 def fill_on_device(units: Iterable[Unit], spec: ModelSpec) -> None:
     """Random weights made where they lie: the host would take minutes, and what they are matters to no clock."""
-    for unit in units:
+    for unit in filling(units):
         unit.weight.normal_(0.0, spec.initializer_range)
-        unit.adopt_weights()
 
 
 def flops_of(resolved: ResolvedRun, action: tuple[Kind, int], *, causal: bool) -> float:

@@ -19,6 +19,6 @@ Read in this order:
 """
 
 from triweave.sharding.sharding import Sharding, Use
-from triweave.sharding.unit import ALIGNMENT, Segment, Unit, make_units, place_parameters
+from triweave.sharding.unit import ALIGNMENT, Segment, Unit, filling, make_units, place_parameters
 
-__all__ = ["ALIGNMENT", "Segment", "Sharding", "Unit", "Use", "make_units", "place_parameters"]
+__all__ = ["ALIGNMENT", "Segment", "Sharding", "Unit", "Use", "filling", "make_units", "place_parameters"]

@@ -68,7 +68,10 @@ class Unit:
         self._holders: dict[str, nn.Parameter] = {}
 
     def allocate(self, memory: Memory) -> None:
-        """Make the buffers, of zeros: in `memory` those that stand all through a run and are whole."""
+        """Make the buffers, of zeros: in `memory` those that stand all through a run and are whole.
+
+        Where whole weights are freed between uses (`full`) they are not there now either: see `filling`.
+        """
         plain = PlainMemory(self.dp, self.device)
         self._weights = (memory if shares_weights(self.shard) else plain).buffer(self.numel, self.dtype)
         self._sums: Buffer | None = memory.buffer(self.numel, torch.float32) if shares_sums(self.shard) else None
@@ -77,6 +80,7 @@ class Unit:
             if self._sums is None
             else self._owned(self._sums.whole)
         )
+        self.release()
 
     @property
     def weight(self) -> Tensor:
@@ -101,9 +105,14 @@ class Unit:
 
     def make_parameter(self, parameter: LocalParameter) -> nn.Parameter:
         """The module's parameter: a view into the flat buffer."""
+        freed = self._is_freed
+        if freed:
+            self._take_back()  # a view can only be made of what is there
         # Through .data, so that refilling the buffer is no in-place change to what autograd has kept.
         holder = nn.Parameter(self.view(self.weight.data, parameter))
         self._holders[parameter.name] = holder
+        if freed:
+            self.release()
         self._place_main_grads()
         return holder
 
@@ -123,6 +132,12 @@ class Unit:
 
     # --- weights ----------------------------------------------------------------------------------------------
 
+    def make_room(self) -> None:
+        """Have whole weights, all zeros where they were freed, for someone to write."""
+        if self._is_freed:
+            self._take_back()
+            self.weight.zero_()
+
     def adopt_weights(self) -> None:
         """Take the float32 master shard from the weights that were just written into the parameters."""
         shard = self._owned(self.weight)
@@ -139,8 +154,8 @@ class Unit:
 
     def prefetch(self) -> None:
         """Start to make the whole weights present (`full`: they are freed between uses)."""
-        if self.shard == "full" and self.weight.untyped_storage().size() == 0:
-            self.weight.untyped_storage().resize_(self.numel * self.weight.element_size())
+        if self._is_freed:
+            self._take_back()
             self._start_gather()
 
     def gather(self) -> None:
@@ -177,6 +192,13 @@ class Unit:
             self.finish_gather()
             self.weight.untyped_storage().resize_(0)
             self._forget_casts(changed=False)
+
+    @property
+    def _is_freed(self) -> bool:
+        return self.shard == "full" and self.weight.untyped_storage().size() == 0
+
+    def _take_back(self) -> None:
+        self.weight.untyped_storage().resize_(self.numel * self.weight.element_size())
 
     def _forget_casts(self, *, changed: bool) -> None:
         for parameter in self._holders.values():
@@ -264,6 +286,17 @@ class Reduction:
         if self.work is not None:
             self.work.wait()
         self.unit.add_reduced(self.whole)
+
+
+def filling(units: Iterable[Unit]) -> Iterator[Unit]:
+    """Each unit in turn, with its whole weights there to be written; they are adopted when the next is asked for.
+
+    So a model that is too large for one GPU is filled on many, a unit at a time.
+    """
+    for unit in units:
+        unit.make_room()
+        yield unit
+        unit.adopt_weights()
 
 
 def make_units(parameters: Iterable[LocalParameter], groups: Groups, shard: Shard, dtype: torch.dtype) -> list[Unit]:

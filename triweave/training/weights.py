@@ -12,20 +12,19 @@ from torch import Tensor
 from triweave.checkpoint.hugging_face_read import WeightReader
 from triweave.model_spec import ModelSpec
 from triweave.parameters import Piece
-from triweave.sharding import Unit
+from triweave.sharding import Unit, filling
 
 
 def load_weights(units: Iterable[Unit], folder: Path, spec: ModelSpec) -> None:
     """Fill this rank's parameters from a Hugging Face folder, reading only the slices that it holds."""
     with WeightReader(folder, spec) as reader:
-        for unit in units:
+        for unit in filling(units):
             for segment in unit.segments():
                 piece = segment.piece
                 values = reader.read(
                     piece.name, dim=piece.dim, start=piece.start, stop=piece.stop, dtype=unit.weight.dtype
                 )
                 unit.weight[segment.start : segment.stop].copy_(values.reshape(-1))
-            unit.adopt_weights()
 
 
 def draw_weights(units: Iterable[Unit], spec: ModelSpec, seed: int) -> None:
@@ -33,11 +32,10 @@ def draw_weights(units: Iterable[Unit], spec: ModelSpec, seed: int) -> None:
 
     Each tensor's numbers depend on the seed and its own name only, so every layout starts from the same model.
     """
-    for unit in units:
+    for unit in filling(units):
         for segment in unit.segments():
             values = _drawn_slice(segment.piece, spec, seed)
             unit.weight[segment.start : segment.stop].copy_(values.reshape(-1))
-        unit.adopt_weights()
 
 
 def _drawn_slice(piece: Piece, spec: ModelSpec, seed: int) -> Tensor:
