@@ -4,7 +4,7 @@
     python bench/fp8.py --only layers        # or `products`, `casts`, `loss`
     python bench/fp8.py --small              # a rehearsal on the CPU, in Triton's interpreter where there is one
 
-Times are medians as in `bench/kernels.py`. Errors are Frobenius norms relative to what bf16 gives.
+Times are medians as in `bench/kernel_timing.py`. Errors are Frobenius norms relative to what bf16 gives.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-import kernels as common  # sets Triton's interpreter up before triweave's kernels are defined
+import kernel_timing as common  # sets Triton's interpreter up before triweave's kernels are defined
 import torch
-from kernels import DEVICE, DTYPE, HAS_KERNELS, LAYERS, SMALL, median_ms, over_buffers, random, rotation_of
+from kernel_timing import DEVICE, DTYPE, HAS_KERNELS, LAYERS, SMALL, median_ms, over_buffers, random, rotation_of
 from torch import Tensor
 
 from triweave.config.schema import DataConfig, ModelConfig, OptimizerConfig, Run

@@ -45,8 +45,9 @@ class Counted:
         self.calls["events"] += 1
 
 
-def engines(tp: int, counted: Counted) -> CopyEngines:
-    rooms = torch.zeros(tp, tp, ROOM, dtype=torch.uint8)
+def engines(tp: int, counted: Counted, room: int = ROOM) -> CopyEngines:
+    """Transport of rank 0; `room` is the bytes of a slice."""
+    rooms = torch.zeros(tp, tp, room, dtype=torch.uint8)
     ranks = range(tp)
     return CopyEngines(
         Group(tuple(ranks), 0),

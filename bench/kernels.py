@@ -1,50 +1,43 @@
-"""The kernels of a Llama layer on one GPU: right, how near the memory's speed, and what a whole layer gains by them.
+"""The kernels of a Llama layer on one GPU: right, and how near the memory's speed.
 
-    python bench/kernels.py                    # one GPU: every kernel, the layer, the experiments; the table last
+    python bench/kernels.py                    # one GPU: every kernel; the table last
     python bench/kernels.py --tune             # also other launch shapes of the kernels, to see what is left
     python bench/kernels.py --small            # a rehearsal on the CPU, in Triton's interpreter where there is one
 
-Times are medians by CUDA events over buffers that together are larger than the L2 cache; the host is let run ahead, so
-that launching is not timed. GB/s counts the bytes that must move, not those that do. Errors are Frobenius norms
-relative to float64, of 512 rows.
+GB/s counts the bytes that must move, not those that do. Errors are Frobenius norms relative to float64, of 512 rows.
+What a whole layer gains by them is `bench/layer.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
+from kernel_timing import (
+    DEVICE,
+    DTYPE,
+    HAS_KERNELS,
+    SMALL,
+    kernels,
+    largest_error,
+    over_buffers,
+    random,
+    rotation_of,
+    say_where,
+)
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, silu
 
-SMALL = "--small" in sys.argv
-if SMALL:
-    os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
+from triweave.layers import cross_entropy, norm, rotary, swiglu
+from triweave.layers.rotary import Rotation, rotate_queries_and_keys
 
-from triweave.gradients import add_product  # noqa: E402
-from triweave.layers import cross_entropy, norm, rotary, swiglu  # noqa: E402
-from triweave.layers.attention import attend, choose_kernel  # noqa: E402
-from triweave.layers.rotary import Rotation, inverse_frequencies, make_rotation, rotate_queries_and_keys  # noqa: E402
-from triweave.layers.tensor_parallel import TensorParallel  # noqa: E402
-from triweave.llama import DecoderLayer  # noqa: E402
-from triweave.model_spec import ModelSpec  # noqa: E402
-
-DEVICE = torch.device("cpu" if SMALL else "cuda")
-DTYPE = torch.bfloat16
-REPEATS = 3 if SMALL else 21
-BEYOND_L2_BYTES = 1 << (16 if SMALL else 28)
 LARGEST_ERROR = 2.0**-7 if SMALL else 2.0**-8
 """The interpreter cuts bits off where a GPU rounds."""
-HAS_KERNELS = find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -67,63 +60,8 @@ SHAPES = [
     Shape("8B TP 2", 8192, 4096, 4096, 16, 4, 128, 7168, 64128),
     Shape("70B TP 8", 8192, 1024, 8192, 8, 1, 128, 3584, 16032),
 ]
-LAYERS = [  # tokens, then what one rank has of the model
-    ("8B TP 1, seq 8192", 8192, ModelSpec(128256, 4096, 14336, 1, 32, 8, 128, rope_theta=500000.0)),
-    ("70B TP 8 alone, seq 4096", 4096, ModelSpec(128256, 8192, 3584, 1, 8, 1, 128, rope_theta=500000.0)),
-    ("70B TP 8 alone, seq 8192", 8192, ModelSpec(128256, 8192, 3584, 1, 8, 1, 128, rope_theta=500000.0)),
-]
 if SMALL:
     SHAPES = [Shape("tiny", 6, 6, 48, 4, 2, 8, 40, 100)]
-    LAYERS = [("tiny", 16, ModelSpec(100, 32, 48, 1, 4, 2, 8))]
-
-
-@contextmanager
-def kernels(use: bool) -> Iterator[None]:
-    """Inside, the layers use their kernels, or plain torch."""
-    with ExitStack() as stack:
-        for module in (norm, swiglu, rotary, cross_entropy):
-            stack.enter_context(patch.object(module, "uses_kernels", lambda _: use and HAS_KERNELS))
-        yield
-
-
-def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    return torch.randn(shape, dtype=dtype, device=DEVICE)
-
-
-# --- time -------------------------------------------------------------------------------------------------------------
-
-
-def median_ms(runs: list[Callable[[], object]], repeats: int = REPEATS) -> float:
-    """Median milliseconds of one call, taking turns through `runs`, which differ in their buffers."""
-    for run in runs[:2] * 2:
-        run()
-    if DEVICE.type == "cpu":
-        times = []
-        for index in range(repeats):
-            begin = time.perf_counter()
-            runs[index % len(runs)]()
-            times.append(1e3 * (time.perf_counter() - begin))
-        return statistics.median(times)
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # 0.1 s in which the host gets ahead
-    for index, (begin, end) in enumerate(events):
-        begin.record()
-        runs[index % len(runs)]()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events)
-
-
-def over_buffers(run: Callable[..., object], make: Callable[[], tuple[Tensor, ...]]) -> float:
-    """Median milliseconds of `run` over as many sets of inputs as exceed the cache."""
-    first = make()
-    count = max(2, -(-BEYOND_L2_BYTES // sum(tensor.nbytes for tensor in first)))
-    sets = [first, *(make() for _ in range(count - 1))]
-    return median_ms([lambda inputs=inputs: run(*inputs) for inputs in sets])
-
-
-# --- the operations ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -224,12 +162,6 @@ def swiglu_operations(s: Shape) -> list[Operation]:
     ]
 
 
-def rotation_of(tokens: int, head_dim: int) -> Rotation:
-    spec = ModelSpec(8, 8 * head_dim, 8, 1, 8, 8, head_dim)
-    positions = torch.arange(tokens, device=DEVICE).unsqueeze(1)
-    return make_rotation(inverse_frequencies(spec).to(DEVICE), positions, DTYPE)
-
-
 def rotary_operations(s: Shape) -> list[Operation]:
     parts = (s.heads, s.kv_heads, s.kv_heads)
 
@@ -289,16 +221,6 @@ def loss_operations(s: Shape) -> list[Operation]:
     return [Operation("loss, both ways", make, s.tokens, 6 * s.vocab, in_place, copied, copied)]
 
 
-def as_tuple(outputs: object) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)  # type: ignore[return-value]
-
-
-def largest_error(outputs: object, exact: object) -> float:
-    """Largest Frobenius error of several tensors relative to float64's."""
-    pairs = zip(as_tuple(outputs), as_tuple(exact), strict=True)
-    return max(((ours.double() - theirs).norm() / theirs.norm()).item() for ours, theirs in pairs)
-
-
 def measure(operation: Operation) -> dict[str, float]:
     """Errors of both, milliseconds of both, and bandwidth."""
     inputs = operation.make(min(512, operation.tokens))
@@ -314,103 +236,6 @@ def measure(operation: Operation) -> dict[str, float]:
 
 def operations(s: Shape) -> list[Operation]:
     return [*norm_operations(s), *swiglu_operations(s), *rotary_operations(s), *loss_operations(s)]
-
-
-# --- a whole layer ----------------------------------------------------------------------------------------------------
-
-
-def layer_run(tokens: int, spec: ModelSpec, *, use_kernels: bool) -> tuple[float, tuple[Tensor, Tensor]]:
-    """Forward and backward of a decoder layer, weight gradients added in float32, nothing recomputed.
-
-    Returns the milliseconds, and the output and the input's gradient, of the same numbers whatever computes.
-    """
-    torch.manual_seed(1)
-    layer = DecoderLayer(spec, TensorParallel(), choose_kernel("auto", DEVICE), ()).to(DEVICE, DTYPE)
-    for parameter in layer.parameters():
-        parameter.data.normal_(0, 0.02)
-    x, upstream = random(tokens, 1, spec.hidden_size).requires_grad_(), random(tokens, 1, spec.hidden_size)
-    rotation = rotation_of(tokens, spec.head_dim)
-
-    def step() -> Tensor:
-        x.grad = None
-        y: Tensor = layer(x, rotation, None)
-        y.backward(upstream)
-        return y.detach()
-
-    with kernels(use_kernels):
-        output = step()
-        assert x.grad is not None
-        return median_ms([step], 3 if SMALL else 11), (output, x.grad.clone())
-
-
-def products_ms(tokens: int, spec: ModelSpec) -> float:
-    """The layer's four products alone: output, input gradient, and weight gradient added to its float32 sum."""
-    qkv = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
-    sizes = [
-        (spec.hidden_size, qkv),
-        (spec.num_attention_heads * spec.head_dim, spec.hidden_size),
-        (spec.hidden_size, 2 * spec.intermediate_size),
-        (spec.intermediate_size, spec.hidden_size),
-    ]
-    total = 0.0
-    for inner, outer in sizes:
-        x, weight, grad = random(tokens, inner), random(outer, inner), random(tokens, outer)
-
-        def both(x: Tensor = x, weight: Tensor = weight, grad: Tensor = grad) -> None:
-            linear(x, weight)
-            torch.mm(grad, weight)
-            add_product(weight, grad, x)
-
-        total += median_ms([both])
-    return total
-
-
-def attention_ms(tokens: int, spec: ModelSpec, *, strided: bool) -> float:
-    """Attention alone, forward and backward: on views of one product's output, or on copies heads first."""
-    heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
-    kernel = choose_kernel("auto", DEVICE)
-    q, k, v = random(tokens, 1, heads + 2 * kv_heads, d).split((heads, kv_heads, kv_heads), dim=2)
-    if not strided:
-        q, k, v = (t.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) for t in (q, k, v))
-    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-    assert not strided or inputs[0].stride(0) == (heads + 2 * kv_heads) * d
-    upstream = random(tokens, 1, heads, d)
-    return median_ms([lambda: torch.autograd.grad(attend(*inputs, None, kernel), inputs, upstream)])
-
-
-# --- experiments ------------------------------------------------------------------------------------------------------
-
-
-def weight_gradient_product(name: str, tokens: int, outer: int, inner: int) -> None:
-    """(a) The weight gradient added by the product itself in float32, against the product alone in bf16."""
-    grad, x = random(tokens, outer), random(tokens, inner)
-    total = torch.zeros(outer, inner, device=DEVICE)
-    ways: dict[str, Callable[[], object]] = {
-        "addmm into float32": lambda: torch.addmm(total, grad.t(), x, out_dtype=torch.float32, out=total),
-        "product in bf16": lambda: grad.t() @ x,
-        "product in bf16, then add": lambda: total.add_(grad.t() @ x),
-    }
-    for what, run in ways.items():
-        ms = median_ms([run])
-        print(f"weight gradient {name}: {what} {ms:.3f} ms, {2 * tokens * outer * inner / ms / 1e9:.0f} TFLOP/s")
-
-
-def attention_layouts() -> None:
-    """(b) cuDNN on strided views against contiguous tensors, results compared."""
-    for name, tokens, spec in LAYERS:
-        views, copies = (attention_ms(tokens, spec, strided=strided) for strided in (True, False))
-        print(f"attention {name}: forward and backward on views {views:.3f} ms, heads first {copies:.3f} ms")
-    qkv = random(256, 2, 6, 64)
-    q, k, v = (t.permute(1, 2, 0, 3) for t in qkv.split((4, 1, 1), dim=2))
-    copied = scaled_dot_product_attention(*(t.contiguous() for t in (q, k, v)), is_causal=True, enable_gqa=True)
-    viewed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    print(f"attention on views differs from that on copies by {largest_error(viewed, copied.double()):.1e}")
-
-
-def flash_implementations() -> None:
-    """(c) Which FlashAttention this torch can be switched to."""
-    names = getattr(torch.nn.attention, "list_flash_attention_impls", lambda: "no such list in this torch")()
-    print(f"flash attention implementations: {names}")
 
 
 def tune() -> None:
@@ -455,15 +280,7 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true", help="time other launch shapes too")
     options = parser.parse_args()
     torch.manual_seed(0)
-    where = "CPU" if SMALL else torch.cuda.get_device_name()
-    print(
-        f"torch {torch.__version__}, {where}, kernels {'used' if HAS_KERNELS else 'missing: Triton is not installed'}"
-    )
-    flash_implementations()
-    attention_layouts()
-    if not SMALL:  # the CPU has no such product
-        weight_gradient_product("8B gate and up", 8192, 28672, 4096)
-        weight_gradient_product("8B down", 8192, 4096, 14336)
+    say_where()
     if options.tune and HAS_KERNELS:
         tune()
     wrong = []
@@ -480,18 +297,6 @@ def main() -> int:
                 f" | {found['gb_s']:.0f}"
             )
             print(rows[-1], flush=True)
-    rows += ["", "layer, both ways | differ by | kernels ms | torch ms | products ms | attention ms | the rest ms"]
-    for name, tokens, spec in LAYERS:
-        (ours, results), (plain, expected) = (layer_run(tokens, spec, use_kernels=use) for use in (True, False))
-        difference = largest_error(results, tuple(t.double() for t in expected))
-        if not difference <= 2e-2:
-            wrong.append(f"layer {name}")
-        products, attention = products_ms(tokens, spec), attention_ms(tokens, spec, strided=True)
-        rows.append(
-            f"{name} | {difference:.1e} | {ours:.3f} | {plain:.3f} | {products:.3f} | {attention:.3f}"
-            f" | {ours - products - attention:.3f}"
-        )
-        print(rows[-1], flush=True)
     print("\n".join(rows))
     if wrong:
         print(f"wrong: {', '.join(wrong)}")

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,41 +57,74 @@ def gone(pid: int) -> bool:
     return False
 
 
-def run_script(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, code: str, limit_s: int) -> Any:
-    """The row of a case whose ranks run `code`."""
+@pytest.fixture
+def launch(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`bench/peers/launch.py`, in a hurry."""
+    module = sys.modules["launch"]
+    monkeypatch.setattr(module, "SETTLE_S", 0.5)
+    monkeypatch.setattr(module, "START_S", 0.0)
+    return module
+
+
+def run_script(
+    launch: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, code: str, limit_s: int, count: int = 1
+) -> list[Any]:
+    """The rows of cases whose ranks run `code`."""
     script = folder / "rank.py"
     script.write_text(code)
-    monkeypatch.setattr(bench, "SYSTEMS", {"triweave": str(script)})
-    monkeypatch.setattr(bench, "SETTLE_S", 0.5)
-    return bench.run_case(bench.Case("triweave", "tiny", tp=2), folder / "case", limit_s)
+    monkeypatch.setattr(launch, "SYSTEMS", {"triweave": str(script)})
+    cases = [launch.Case("triweave", "tiny", tp=2, micro_batch=number + 1) for number in range(count)]
+    return list(launch.run_session(cases, folder / "session", limit_s, float("inf")))
+
+
+def measuring(body: str) -> str:
+    """A rank that answers each case by `body`, an expression of `case`."""
+    return (
+        f"import os, sys; sys.path[:0] = [{str(PEERS)!r}]\n"
+        "from session import measure_all\n"
+        "def fail(message): raise RuntimeError(message)\n"
+        "told = {'step_s': [1.0], 'peak_allocated_gib': 0.0, 'pid': os.getpid()}\n"
+        f"measure_all(lambda case: {body})\n"
+    )
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 
-def test_cases_are_told_apart_and_fill_their_step(workload: ModuleType) -> None:
+def test_cases_are_told_apart_and_fill_their_step(bench: ModuleType, workload: ModuleType) -> None:
     """No two cases share a name, and the micro-batches of all ranks are the step's sequences, neither more nor less."""
-    cases = [case for shape in workload.shapes() for case in workload.case_sets(shape)["all"]]
+    cases = bench.cases_of("all", list(workload.shapes()))
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         assert case.num_micro_batches * case.micro_batch * case.dp == case.sequences, case.name
         assert case.system in workload.SYSTEMS
 
 
-def test_every_layout_is_compared_early(workload: ModuleType) -> None:
-    """The first six cases hold ours and a peer for each of the three layouts."""
-    first = workload.case_sets("8b-8k")["best"][:6]
-    assert {(case.layout, case.system) for case in first} == {
-        (layout, system) for layout in ("dp2", "tp2", "pp2") for system in ("triweave", "torchtitan")
+def test_every_layout_is_compared_early(bench: ModuleType) -> None:
+    """Ours, torchtitan's and Megatron's best of each layout come before any other setting, on the first shape first."""
+    first = bench.cases_of("all", ["8b-8k", "8b-4k"])[:11]
+    assert {(case.layout, case.system) for case in first if case.system != "transformers"} == {
+        (layout, system) for layout in ("dp2", "tp2", "pp2") for system in ("triweave", "torchtitan", "megatron-core")
     }
+    assert {case.shape for case in first} == {"8b-8k"}
 
 
-def test_case_survives_its_file(workload: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank reads the case that was written for it."""
-    case = workload.Case("torchtitan", "tiny", pp=2, micro_batch=2, options={"recompute": "op"})
-    workload.write_case(case, tmp_path / "case.json")
-    monkeypatch.setenv("BENCH_CASE", str(tmp_path / "case.json"))
-    assert workload.read_case() == case
+def test_a_system_starts_once_for_a_shape(bench: ModuleType) -> None:
+    """Cases of one system are neighbours, and ours alone are one session whatever the shapes."""
+    assert len(bench.sessions(bench.cases_of("best", ["8b-8k"]))) == 4
+    ours = [case for case in bench.cases_of("all", ["8b-8k", "8b-4k", "70b-4k"]) if case.system == "triweave"]
+    assert bench.sessions(ours) == [ours]
+
+
+def test_cases_survive_their_file(
+    bench: ModuleType, workload: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank reads the cases that were written for it."""
+    session = sys.modules["session"]
+    cases = [workload.Case("torchtitan", "tiny", pp=2, micro_batch=2, options={"recompute": "op"})]
+    session.write_cases(cases, tmp_path)
+    monkeypatch.setenv(session.FOLDER, str(tmp_path))
+    assert session.read_cases() == cases
 
 
 @pytest.mark.parametrize(("tokens_per_s", "percent"), [(9300, 54.4), (9470, 55.5), (9710, 56.9), (8370, 49.0)])
@@ -114,7 +148,7 @@ def test_torchtitan_computes_in_bf16_and_takes_the_step(titan: ModuleType, workl
     assert [each["--training.local_batch_size"] for each in (dp, tp, pp)] == ["1", "2", "8"]
 
 
-def test_torchtitan_log_is_read(bench: ModuleType) -> None:
+def test_torchtitan_log_is_read(launch: ModuleType) -> None:
     """The speed is read from torchtitan's log as it prints it, colours and all, and without the warm-up."""
     text = (
         "[titan] - root - INFO - \x1b[31mstep:  1  \x1b[32mloss:  8.1  \x1b[34mtps: 1,012  \x1b[39m\n"
@@ -123,24 +157,28 @@ def test_torchtitan_log_is_read(bench: ModuleType) -> None:
         "\x1b[34mtps: 9,412  \x1b[36mtflops: 545.10  \x1b[35mmfu: 55.12%\x1b[39m\n"
         "[titan] 2026-11-30 09:25:57,990 - root - INFO - Training completed\n"
     )
-    assert bench.logged_tokens_per_s(text, after_step=3) == 9412
-    assert bench.logged_tokens_per_s(text, after_step=9) is None
+    assert launch.logged_tokens_per_s(text, after_step=3) == 9412
+    assert launch.logged_tokens_per_s(text, after_step=9) is None
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def test_own_step_is_measured(bench: ModuleType, tmp_path: Path) -> None:
-    """triweave runs a small case on two processes and leaves six step times and what it computed in."""
-    case = bench.Case("triweave", "tiny", dp=2, options={"shard": "full", "recompute": "norm,swiglu"})
-    row = bench.run_case(case, tmp_path, 120)
-    assert row["outcome"] == "ok", row
-    assert len(row["step_s"]) == 6
-    assert min(row["step_s"]) > 0
-    assert "float32 masters" in row["notes"]
+def test_own_steps_are_measured_in_one_pair_of_processes(launch: ModuleType, tmp_path: Path) -> None:
+    """triweave runs two small cases on two processes and leaves each's step times and what it computed in."""
+    cases = [
+        launch.Case("triweave", "tiny", dp=2, options={"shard": "full", "recompute": "norm,swiglu"}),
+        launch.Case("triweave", "tiny", tp=2),
+    ]
+    rows = list(launch.run_session(cases, tmp_path, 120, time.monotonic() + 240))
+    assert [row["outcome"] for row in rows] == ["ok", "ok"], rows
+    for row in rows:
+        assert len(row["step_s"]) == 4
+        assert min(row["step_s"]) > 0
+        assert "float32 masters" in row["notes"]
 
 
-def test_rank_ends_with_its_time(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_ends_with_its_time(launch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that hang are ended by their own limit, with the processes that they started."""
     code = (
         "import os, pathlib, subprocess, time\n"
@@ -149,7 +187,7 @@ def test_rank_ends_with_its_time(bench: ModuleType, tmp_path: Path, monkeypatch:
         "time.sleep(60)\n"
     )
     begin = time.monotonic()
-    row = run_script(bench, monkeypatch, tmp_path, code, 2)
+    (row,) = run_script(launch, monkeypatch, tmp_path, code, 2)
     assert row["outcome"] == "timed out"
     assert time.monotonic() - begin < 15
     pids = [int(pid) for rank in range(2) for pid in (tmp_path / f"pid{rank}").read_text().split()]
@@ -158,7 +196,7 @@ def test_rank_ends_with_its_time(bench: ModuleType, tmp_path: Path, monkeypatch:
 
 
 def test_failed_rank_is_told_and_ends_the_others(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The row of a case quotes the rank that failed, and the rank that would wait for it is ended."""
     code = (
@@ -168,21 +206,50 @@ def test_failed_rank_is_told_and_ends_the_others(
         "print('waiting', flush=True)\n"
         "time.sleep(60)\n"
     )
-    row = run_script(bench, monkeypatch, tmp_path, code, 30)
+    (row,) = run_script(launch, monkeypatch, tmp_path, code, 30)
     assert row["outcome"] == "failed"
     assert row["log_tail"][-1] == "RuntimeError: no such kernel"
 
 
-def test_out_of_memory_is_an_answer(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_begin_no_case_fail_all(
+    launch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a system is not installed each of its cases has a row that says so, after one start."""
+    rows = run_script(launch, monkeypatch, tmp_path, "import no_such_system\n", 30, count=3)
+    assert [row["outcome"] for row in rows] == ["failed"] * 3
+    assert "no_such_system" in rows[2]["log_tail"][-1]
+
+
+def test_failed_case_leaves_those_before_and_after_it(
+    launch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three cases fails: the first has its result, the second its error, the third is left."""
+    code = measuring("fail('not this one') if case.micro_batch == 2 else told")
+    rows = run_script(launch, monkeypatch, tmp_path, code, 30, count=3)
+    assert [row["outcome"] for row in rows] == ["ok", "failed"]
+    assert rows[1]["case"]["micro_batch"] == 2
+    assert rows[1]["log_tail"][-1] == "RuntimeError: not this one"
+
+
+def test_rank_that_keeps_memory_is_started_anew(
+    launch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that cannot give a case's memory back leaves the next one undone, and without a row."""
+    code = measuring("told").replace("told =", "import session; session._give_memory_back = lambda: 10**11\ntold =")
+    (row,) = run_script(launch, monkeypatch, tmp_path, code, 30, count=2)
+    assert (row["outcome"], row["case"]["micro_batch"]) == ("ok", 1)
+
+
+def test_out_of_memory_is_an_answer(launch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose GPU is full makes a row that says so."""
     code = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 8.00 GiB')\n"
-    row = run_script(bench, monkeypatch, tmp_path, code, 60)
+    (row,) = run_script(launch, monkeypatch, tmp_path, code, 60)
     assert row["outcome"] == "out of memory"
 
 
-def test_result_of_half_the_ranks_is_none(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_of_half_the_ranks_is_none(launch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A case of which one rank leaves no result has failed, even if all exit with 0."""
-    row = run_script(bench, monkeypatch, tmp_path, "print('done')\n", 30)
+    (row,) = run_script(launch, monkeypatch, tmp_path, "print('done')\n", 30)
     assert row["outcome"] == "failed"
     assert row["log_tail"] == ["done"]
 
@@ -215,9 +282,9 @@ def test_rank_does_not_outlive_its_parent() -> None:
 
 
 def row_of(bench: ModuleType, case: Any, **result: Any) -> dict[str, Any]:
-    """A row as `run_case` gives it."""
+    """A row as `run_session` gives it."""
     said = {"notes": "n", "torch": "2.11", "device": "H200", "peak_allocated_gib": 70.25}
-    return {"case": bench.asdict(case), "outcome": "ok"} | said | result
+    return {"case": asdict(case), "outcome": "ok"} | said | result
 
 
 def test_table_compares_with_the_fastest_peer(bench: ModuleType) -> None:
@@ -237,45 +304,76 @@ def test_table_compares_with_the_fastest_peer(bench: ModuleType) -> None:
     assert text.count("### 8b-8k") == 2
 
 
-def test_what_is_there_is_not_run_again(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A call runs only the cases without a result, stops at its budget, and tables all that is there."""
-    ran = []
+def test_best_of_all_layouts_is_compared(bench: ModuleType) -> None:
+    """On a shape, ours is set against each peer's fastest layout, by tokens a second of a GPU."""
+    rows = [
+        row_of(bench, bench.Case("triweave", "8b-8k", dp=2), step_s=[1.5]),
+        row_of(bench, bench.Case("triweave", "8b-8k", tp=2), step_s=[1.6]),
+        row_of(bench, bench.Case("torchtitan", "8b-8k", dp=2), step_s=[1.8]),
+        # Twice the sequences of the others: its step is the fastest of torchtitan's.
+        row_of(bench, bench.Case("torchtitan", "8b-8k", pp=2), step_s=[3.3]),
+    ]
+    assert "| 8b-8k | torchtitan | 9,930 | pp2, micro-batch 1 | 1.100 |" in bench.ahead(rows)
 
-    def run_case(case: Any, folder: Path, limit_s: float) -> dict[str, Any]:
-        ran.append(case.name)
-        return row_of(bench, case, step_s=[1.0], wall_s=1.0)
 
-    def call(*arguments: str) -> list[str]:
-        ran.clear()
+@pytest.fixture
+def call(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
+    """Calls the command with words and gives the sessions that it ran, of which each case's outcome is scripted."""
+
+    def call(*arguments: str, outcomes: dict[str, list[str]] | None = None) -> list[list[str]]:
+        ran: list[list[str]] = []
+
+        def run_session(cases: list[Any], folder: Path, limit_s: float, end: float) -> Iterator[dict[str, Any]]:
+            ran.append([case.name for case in cases])
+            for case in cases:
+                scripted = (outcomes or {}).get(case.name, [])
+                outcome = scripted.pop(0) if scripted else "ok"
+                more = {"step_s": [1.0]} if outcome == "ok" else {"log_tail": []}
+                yield row_of(bench, case, **more, wall_s=1.0) | {"outcome": outcome}
+                if outcome != "ok":
+                    return
+
+        monkeypatch.setattr(bench, "run_session", run_session)
         monkeypatch.setattr(sys, "argv", ["throughput.py", "--shape", "tiny", "--out", str(tmp_path), *arguments])
         assert bench.main() == 0
-        return list(ran)
+        return ran
 
-    monkeypatch.setattr(bench, "run_case", run_case)
+    return call
+
+
+def test_what_is_there_is_not_run_again(
+    bench: ModuleType, tmp_path: Path, call: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call runs only the cases without a result, stops at its budget, and tables all that is there."""
     assert call("--budget-s", "0") == []
-    (ours,) = call("--set", "tp", "--only", "triweave")
+    ((ours,),) = call("--only", "triweave_tiny_tp2")
     assert "triweave | tp2" in capsys.readouterr().out
-    assert ours not in call("--set", "tp")
-    assert call("--set", "tp") == []
+    assert ours not in [name for session in call() for name in session]
+    assert call() == []
     (tmp_path / f"{ours}.json").unlink()
-    assert call("--set", "tp") == [ours]
+    assert call() == [[ours]]
+
+
+def test_case_that_fails_after_others_is_tried_alone(bench: ModuleType, tmp_path: Path, call: Any) -> None:
+    """A failure is a case's own only in new processes; what does not fit is an answer at once; the rest goes on."""
+    one, two, three = (case.name for case in bench.cases_of("best", ["tiny"])[:3])
+    fails = {two: ["failed", "failed"]}
+    assert call("--only", "triweave", outcomes=fails) == [[one, two, three], [two, three], [three]]
+    assert json.loads((tmp_path / f"{two}.json").read_text())["outcome"] == "failed"
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    assert call("--only", "triweave", outcomes={two: ["out of memory"]}) == [[one, two, three], [three]]
 
 
 def test_case_that_the_budget_cut_is_left_for_the_next_call(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A case that ended with the call's budget, and not with its own limit, leaves no result."""
-    row = {"outcome": "timed out", "wall_s": 5.0, "log_tail": []}
-    monkeypatch.setattr(bench, "run_case", lambda case, *rest: row | {"case": bench.asdict(case)})
-    words = ["throughput.py", "--shape", "tiny", "--set", "tp", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*words, "--budget-s", "100"])
-    bench.main()
-    assert list(tmp_path.glob("*.json")) == []
-    monkeypatch.setattr(sys, "argv", [*words, "--budget-s", "1000"])
-    bench.main()
-    assert len(list(tmp_path.glob("*.json"))) == 3
+    """A case that ended with the call's budget, and not with its own limit, leaves no row."""
+    script = tmp_path / "rank.py"
+    script.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(launch, "SYSTEMS", {"triweave": str(script)})
+    cases = [launch.Case("triweave", "tiny", tp=2)]
+    assert list(launch.run_session(cases, tmp_path / "session", 30, time.monotonic() + 1)) == []
 
 
 def test_cases_are_listed_without_torch(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One rank of Megatron-Core: its GPT model of local layers, its schedules, its DDP and distributed optimizer.
+"""A rank of Megatron-Core: its GPT model of local layers, its schedules, its DDP and distributed optimizer.
 
 The layers are Megatron's *local* ones, since Transformer Engine and Apex are no plain wheels. Two parts of the local
 layers would make the comparison a comparison with those packages' absence, and are replaced: the norm, whose fallback
@@ -24,8 +24,9 @@ import stopwatch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from session import measure_all
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from workload import Case, read_case, shapes
+from workload import Case, shapes
 
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
@@ -154,21 +155,14 @@ def build(case: Case, device: torch.device) -> list[Any]:
     return chunks
 
 
-def main() -> None:
-    case, device = read_case(), stopwatch.device()
-    shape = shapes()[case.shape]
-    if device.type == "cpu":
-        import megatron_cpu
-
-        megatron_cpu.activate()
-    # Its tensor-parallel layers count on one queue of kernels to overlap a collective with a product.
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+def measure(case: Case) -> dict[str, Any]:
+    """Build the model and its optimizer, and time steps of Megatron's schedule."""
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    shape, device = shapes()[case.shape], stopwatch.device()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
@@ -214,7 +208,21 @@ def main() -> None:
     version = importlib.metadata.version("megatron-core")
     attention = "torch's fused" if case.option("attention", "sdpa") == "sdpa" else "its unfused"
     notes = f"megatron-core {version}, local layers, {attention} attention, float32 masters, moments and gradients"
-    stopwatch.save(stopwatch.time_steps(step), notes)
+    seconds = stopwatch.time_steps(step)
+    parallel_state.destroy_model_parallel()
+    stopwatch.end_subgroups()
+    return stopwatch.result(seconds, notes)
+
+
+def main() -> None:
+    # Its tensor-parallel layers count on one queue of kernels to overlap a collective with a product.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if stopwatch.device().type == "cpu":
+        import megatron_cpu
+
+        megatron_cpu.activate()
+    stopwatch.start_group()
+    measure_all(measure)
     dist.destroy_process_group()
 
 

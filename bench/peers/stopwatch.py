@@ -1,14 +1,14 @@
-"""How every rank is timed and what it leaves behind: the same for all systems."""
+"""How every rank is timed and what it tells: the same for all systems."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from workload import TIMED, WARM_UP
 
 GIB = 2**30
@@ -47,21 +47,32 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def save(step_s: list[float], notes: str, *, peak_bytes: int | None = None) -> None:
-    """Leave this rank's result beside its case.
+def start_group() -> None:
+    """The default process group, for all cases of this process."""
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def end_subgroups() -> None:
+    """End the process groups that the last case has made: communicators hold memory."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def result(step_s: list[float], notes: str, *, peak_bytes: int | None = None) -> dict[str, Any]:
+    """What this rank leaves of a case.
 
     Args:
         step_s: Seconds of each timed step.
         notes: What a reader must know of precision, kernels and anything that was replaced.
-        peak_bytes: Largest number of bytes that tensors took; None asks torch, for the whole life of the process.
+        peak_bytes: Largest number of bytes that tensors took; None asks torch, which counts from the case's begin.
     """
     if peak_bytes is None:
         peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    result = {
+    return {
         "step_s": step_s,
         "peak_allocated_gib": peak_bytes / GIB,
         "notes": notes,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
-    Path(os.environ["BENCH_CASE"]).with_name(f"rank-{rank()}.json").write_text(json.dumps(result))

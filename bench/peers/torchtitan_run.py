@@ -1,4 +1,4 @@
-"""One rank of torchtitan: its own `torchtitan.train`, command line and training loop.
+"""A rank of torchtitan: its own `Trainer`, command line and training loop, one after the other in one process.
 
 What is ours goes in through the doors it has for that, a `TrainSpec` with the shape and with a data loader of random
 tokens (no tokenizer and no data set is needed), and a metrics processor that also keeps the numbers it logs.
@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import runpy
-import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import stopwatch
 import torch
-from workload import TIMED, WARM_UP, Case, read_case, shapes
+import torch.distributed as dist
+from session import measure_all
+from workload import TIMED, WARM_UP, Case, shapes
 
 RECOMPUTE = {"none": ["none"], "op": ["selective", "op"], "layer": ["full"]}
 
@@ -76,11 +78,10 @@ class RandomTokens:
         """Nothing to go on with."""
 
 
-def register(case: Case) -> None:
-    """Tell torchtitan of the model `bench`: its Llama 3 in the case's shape, with random tokens."""
+def train_spec(case: Case, kept: list[Any]) -> Any:
+    """torchtitan's Llama 3 in the case's shape, with random tokens; what it logs by is put into `kept`."""
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
-    from torchtitan.protocols.train_spec import register_train_spec
 
     spec = shapes()[case.shape].spec
     # It derives the width of the MLP as 8/3 of the hidden size, rounded up to a multiple of this.
@@ -97,12 +98,13 @@ def register(case: Case) -> None:
     )
 
     class Recorder(MetricsProcessor):  # type: ignore[misc]
-        """Keeps the step times and the peak that it is asked to log, and writes them when the run ends."""
+        """Keeps the step times and the peak that it is asked to log."""
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.seconds: list[float] = []
             self.peak_bytes = 0
+            kept.append(self)
 
         def log(self, step: int, *args: Any, **kwargs: Any) -> None:
             stopwatch.wait()
@@ -111,44 +113,55 @@ def register(case: Case) -> None:
                 self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated())
             super().log(step, *args, **kwargs)
 
-        def close(self) -> None:
-            super().close()
-            if len(self.seconds) < WARM_UP + TIMED:
-                return  # it ends by an error
-            timed = self.seconds[WARM_UP:]
-            masters = "float32 masters and moments" if case.dp > 1 else "no float32 master, bf16 moments"
-            version = importlib.metadata.version("torchtitan")
-            stopwatch.save(timed, f"torchtitan {version}, bf16 compute, {masters}", peak_bytes=self.peak_bytes)
-
     def loader(*, job_config: Any, **unused: Any) -> RandomTokens:
         return RandomTokens(spec.vocab_size, job_config.training.local_batch_size, job_config.training.seq_len)
 
     def recorder(job_config: Any, parallel_dims: Any, model_args: Any = None, tag: Any = None) -> Recorder:
         return Recorder(job_config, parallel_dims, tag)
 
-    register_train_spec(
-        "bench",
-        dataclasses.replace(
-            get_train_spec(),
-            model_args={case.shape: model},
-            build_dataloader_fn=loader,
-            build_tokenizer_fn=None,
-            build_validator_fn=None,
-            build_metrics_processor_fn=recorder,
-        ),
+    return dataclasses.replace(
+        get_train_spec(),
+        model_args={case.shape: model},
+        build_dataloader_fn=loader,
+        build_tokenizer_fn=None,
+        build_validator_fn=None,
+        build_metrics_processor_fn=recorder,
     )
 
 
+def measure(case: Case) -> dict[str, Any]:
+    """Train as `torchtitan.train` does, and give what its metrics processor was told."""
+    from torchtitan import train
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols import train_spec as registry
+
+    kept: list[Any] = []
+    # Its table of models refuses a second one of a name. Rank 0 sleeps for two seconds at the end of a run.
+    awake = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    with (
+        patch.dict(registry._extra_train_specs, {"bench": train_spec(case, kept)}),
+        patch.object(train, "time", awake),
+    ):
+        trainer = train.Trainer(ConfigManager().parse_args(arguments(case)))
+        trainer.train()
+        trainer.close()
+    (recorder,) = kept
+    masters = "float32 masters and moments" if case.dp > 1 else "no float32 master, bf16 moments"
+    notes = f"torchtitan {importlib.metadata.version('torchtitan')}, bf16 compute, {masters}"
+    return stopwatch.result(recorder.seconds[WARM_UP:], notes, peak_bytes=recorder.peak_bytes)
+
+
 def main() -> None:
-    case = read_case()
     if not torch.cuda.is_available():
         import torchtitan_cpu
 
         torchtitan_cpu.activate()
-    # Before the first import: its parser takes the arguments as the default value of a function.
-    sys.argv = ["torchtitan.train", *arguments(case)]
-    register(case)
-    runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    # Its process group stays for all cases, as do the meshes on it: results of DTensor's rules that it keeps name them.
+    measure_all(measure)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

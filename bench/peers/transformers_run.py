@@ -1,4 +1,4 @@
-"""One rank of Hugging Face transformers with torch's FSDP2: what a user writes first.
+"""A rank of Hugging Face transformers with torch's FSDP2: what a user writes first.
 
 `LlamaForCausalLM` with scaled-dot-product attention, `fully_shard` on each layer, bf16 through FSDP's mixed precision
 (float32 masters, moments and gradient reductions), fused AdamW. Options: `recompute` (`none`, `layer`), `compile`
@@ -7,14 +7,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import stopwatch
 import torch
 import torch.distributed as dist
 import transformers
+from session import measure_all
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
-from workload import Case, read_case, shapes
+from workload import Case, shapes
 
 from triweave.model_spec import ModelSpec
 
@@ -62,10 +65,9 @@ def build(case: Case, device: torch.device) -> LlamaForCausalLM:
     return model.train()
 
 
-def main() -> None:
-    case, device = read_case(), stopwatch.device()
-    shape = shapes()[case.shape]
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+def measure(case: Case) -> dict[str, Any]:
+    """Build the model and time its steps."""
+    shape, device = shapes()[case.shape], stopwatch.device()
     torch.manual_seed(stopwatch.rank())
     model = build(case, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -84,7 +86,13 @@ def main() -> None:
         return float(total)
 
     notes = f"transformers {transformers.__version__}, bf16 compute, float32 masters and moments"
-    stopwatch.save(stopwatch.time_steps(step), notes)
+    return stopwatch.result(stopwatch.time_steps(step), notes)
+
+
+def main() -> None:
+    stopwatch.device()
+    stopwatch.start_group()
+    measure_all(measure)
     dist.destroy_process_group()
 
 

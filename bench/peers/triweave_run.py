@@ -1,4 +1,4 @@
-"""One rank of triweave: its own engine and optimizer step, on random weights and tokens.
+"""A rank of triweave: its own engine and optimizer step, on random weights and tokens.
 
 Weights, activations and their gradients in bf16, gradient sums, master weights and moments in float32. Options:
 `shard`, `schedule`, `recompute` (a comma list), each as in a run file, and `fp8` (`on`: the layers' products).
@@ -7,10 +7,12 @@ Weights, activations and their gradients in bf16, gradient sums, master weights 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import stopwatch
 import torch
-from workload import Case, read_case, shapes
+from session import measure_all
+from workload import Case, shapes
 
 from triweave.config.schema import DataConfig, ModelConfig, Run
 from triweave.config.validate import ResolvedRun
@@ -40,23 +42,22 @@ def layout_of(case: Case) -> Layout:
     return replace(layout, layers=balanced_layers(shape.spec, layout.num_stages, shape.seq_len))
 
 
-def main() -> None:
-    case, process = read_case(), started_by_launcher()
-    if process is None:
-        raise SystemExit("bench/throughput.py starts this")
+def measure(case: Case) -> dict[str, Any]:
+    """Build the engine and time its steps."""
     shape, layout, device = shapes()[case.shape], layout_of(case), stopwatch.device()
     fp8 = case.option("fp8", "off") == "on"
     model = ModelConfig(path="", weights="random", fp8=fp8)
     run = Run(model=model, data=DataConfig(train=("",), seq_len=shape.seq_len))
     resolved = ResolvedRun(run, shape.spec, layout, None, case.num_micro_batches, layout.world_size)
-    with process_group(process, device, 300):
-        engine = build_engine(resolved, device, lambda units: fill_on_device(units, shape.spec))
-        work = random_batch(case, device)
-        seconds = stopwatch.time_steps(lambda: train_step(engine, work, 1e-5, 1.0))
-        products = "bf16 compute, products of the layers in fp8" if fp8 else "bf16 compute"
-        notes = f"{products}, float32 masters, moments and gradient sums; replicas: {engine.sharding.memory.name}"
-        peak = torch.cuda.max_memory_allocated() + engine.unseen_bytes if device.type == "cuda" else 0
-        stopwatch.save(seconds, notes, peak_bytes=peak)
+    engine = build_engine(resolved, device, lambda units: fill_on_device(units, shape.spec))
+    work = random_batch(case, device)
+    seconds = stopwatch.time_steps(lambda: train_step(engine, work, 1e-5, 1.0))
+    products = "bf16 compute, products of the layers in fp8" if fp8 else "bf16 compute"
+    carried = f"replicas: {engine.sharding.memory.name}" if case.dp > 1 else f"slices: {engine.tp.transport.name}"
+    notes = f"{products}, float32 masters, moments and gradient sums; {carried}"
+    peak = torch.cuda.max_memory_allocated() + engine.unseen_bytes if device.type == "cuda" else 0
+    stopwatch.end_subgroups()
+    return stopwatch.result(seconds, notes, peak_bytes=peak)
 
 
 def random_batch(case: Case, device: torch.device) -> Batch:
@@ -67,6 +68,14 @@ def random_batch(case: Case, device: torch.device) -> Batch:
     tokens = [torch.randint(0, shape.spec.vocab_size, size, device=device) for _ in range(case.num_micro_batches)]
     inputs = [StageInput(each, positions) for each in tokens]
     return Batch(inputs, [torch.roll(each, -1, 0) for each in tokens], case.tokens)
+
+
+def main() -> None:
+    process = started_by_launcher()
+    if process is None:
+        raise SystemExit("bench/throughput.py starts this")
+    with process_group(process, stopwatch.device(), 300):
+        measure_all(measure)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from triweave.config.schema import OptimizerConfig
+from triweave.kernels.compiled import kernel
 from triweave.kernels.dispatch import launch
 from triweave.kernels.language import tl, triton
 
@@ -84,7 +85,7 @@ def step_rates(step: Tensor, divisor: Tensor | None, learning_rate: float, confi
     ).float()
 
 
-@triton.jit
+@kernel
 def _adamw(
     master: tl.tensor,
     exp_avg: tl.tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from triweave.kernels.compiled import kernel
 from triweave.kernels.dispatch import launch
 from triweave.kernels.language import tl, triton
 
@@ -75,7 +76,7 @@ def logits_to_gradient(
     torch.autograd.graph.increment_version(logits)
 
 
-@triton.jit
+@kernel
 def _statistics(
     logits: tl.tensor,
     targets: tl.tensor,
@@ -111,7 +112,7 @@ def _statistics(
     tl.store(target_logit + row, tl.load(base + target, mask=here, other=0.0).to(tl.float32))
 
 
-@triton.jit
+@kernel
 def _gradient(
     logits: tl.tensor,
     targets: tl.tensor,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from triweave.kernels.compiled import Kernel
 from triweave.kernels.language import HAS_TRITON
 
 _LIBRARY = torch.library.Library("triweave", "DEF")
@@ -26,7 +28,7 @@ def uses_kernels(x: Tensor) -> bool:
     return x.is_cuda and (HAS_TRITON or x.is_meta)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Run a kernel.
 
     On the meta device its outputs, which are made before, are all that there is of it; who follows operations is shown
@@ -35,11 +37,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if arguments[0].is_meta:
         torch.ops.triweave.launched(arguments[0])
     else:
-        kernel[grid](*arguments, **options)
+        kernel.launch(grid, *arguments, **options)
 
 
 def num_processors(x: Tensor) -> int:
     """Multiprocessors of the GPU that holds `x`; 2 elsewhere, where kernels are interpreted."""
     if x.is_meta:
         return PROCESSORS_NOT_THERE
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    return _processors_of(x.get_device()) if x.is_cuda else 2
+
+
+@cache
+def _processors_of(gpu: int) -> int:
+    return torch.cuda.get_device_properties(gpu).multi_processor_count
