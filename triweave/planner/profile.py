@@ -230,7 +230,7 @@ def profile_text(profile: Profile) -> str:
     lines: list[str] = []
     for field in fields(profile):
         value = getattr(profile, field.name)
-        if value is not None and value not in ((), ""):
+        if value != field.default:
             lines += _key(field.name, value)
     return "\n".join([*lines, ""])
 
