@@ -18,8 +18,12 @@ from triweave.planner.machine import machine_of
 from triweave.planner.profile import (
     AttentionTable,
     CollectiveCurve,
+    CopyCurve,
     LinkCurve,
+    MatmulTable,
+    OperationCurve,
     Profile,
+    Slowdown,
     profile_text,
     read_profile,
 )
@@ -37,14 +41,29 @@ SIZES = st.integers(1, 2**34)
 CURVES = st.dictionaries(SIZES, SECONDS, min_size=1, max_size=4).map(lambda points: tuple(sorted(points.items())))
 PROFILES = st.builds(
     Profile,
-    version=st.just(1),
+    version=st.just(2),
     gpu=st.sampled_from(["h100-80gb", "h200-141gb"]),
     torch=st.just("2.11.0"),
     date=st.just("2026-11-29"),
     source=st.text(st.characters(codec="ascii", exclude_categories=["C"]), max_size=30),
-    matmul=st.lists(st.tuples(SIZES, SIZES, SIZES, SECONDS), max_size=3).map(tuple),
+    matmul=st.lists(
+        st.builds(
+            MatmulTable,
+            st.sampled_from(["bf16", "fp8"]),
+            st.sampled_from(["NT", "NN", "TN"]),
+            st.lists(st.tuples(SIZES, SIZES, SIZES, SECONDS), max_size=3).map(tuple),
+        ),
+        max_size=3,
+    ).map(tuple),
     attention=st.just((AttentionTable("cudnn", ((1, 4096, 8, 1, 128, 1e-4, 3e-4),)),)) | st.just(()),
-    memory=CURVES,
+    parts=st.lists(st.sampled_from(["gemm", "links"]), max_size=2).map(tuple),
+    memory_bytes_seconds=CURVES,
+    operations=st.lists(st.builds(OperationCurve, st.sampled_from(["swiglu", "layer norms"]), CURVES), max_size=2).map(
+        tuple
+    ),
+    copies=st.lists(st.builds(CopyCurve, st.sampled_from(["slice", "gather"]), st.just(2), CURVES), max_size=2).map(
+        tuple
+    ),
     collectives=st.lists(
         st.builds(
             CollectiveCurve,
@@ -56,7 +75,12 @@ PROFILES = st.builds(
         max_size=3,
     ).map(tuple),
     point_to_point=st.lists(st.builds(LinkCurve, st.sampled_from(["node", "cluster"]), CURVES), max_size=2).map(tuple),
-    overlap_slowdown=st.none() | st.floats(0, 1),
+    slowdowns=st.lists(
+        st.builds(Slowdown, st.sampled_from(["copies", "collectives"]), st.floats(0, 1)), max_size=2
+    ).map(tuple),
+    layers=st.lists(st.tuples(*[st.integers(1, 9)] * 8, *[SECONDS] * 4), max_size=2).map(tuple),
+    launch_seconds=st.none() | st.floats(0, 1),
+    power_limit_watts=st.none() | st.floats(1, 1000),
 )
 
 
@@ -78,14 +102,14 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, profi
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("version: 1", "version: 2", ["version = 2", "must be 1"]),
-        ("version: 1", "version: 1\nspeed: 9", ["speed"]),
+        ("version: 2", "version: 1", ["version = 1", "must be 2"]),
+        ("version: 2", "version: 2\nspeed: 9", ["speed"]),
         ('gpu: "h200-141gb"', "gpu: h200", ["gpu = h200", "nearest: h200-141gb"]),
-        ("[4096, 1280, 8192, 0.000154]", "[4096, 1280, 0.000154]", ["matmul[0]", "4 "]),
-        ("[4096, 1280, 8192, 0.000154]", "[4096, 1280, 8192, -0.000154]", ["matmul[0]", "above 0"]),
-        ("kind: all_reduce", "kind: all_reduced", ["all_reduced", "nearest: all_reduce"]),
+        ("[4096, 1280, 8192, 0.000154]", "[4096, 1280, 0.000154]", ["matmul[0].m_n_k_seconds", "4 "]),
+        ("[4096, 1280, 8192, 0.000154]", "[4096, 1280, 8192, -0.000154]", ["matmul[0].m_n_k_seconds[0]", "above 0"]),
+        ('kind: "all_reduce"', 'kind: "all_reduced"', ["all_reduced", "nearest: all_reduce"]),
         ("ranks: 2", "ranks: 1", ["collectives[0].ranks = 1", "at least 2"]),
-        ("[1048576, 3.9e-05]", "[104857600, 3.9e-05]", ["collectives[0].points", "smaller to larger"]),
+        ("[1048576, 3.9e-05]", "[104857600, 3.9e-05]", ["collectives[0].bytes_seconds", "smaller to larger"]),
     ],
 )
 def test_read_strictly(tmp_path: Path, shipped: Profile, old: str, new: str, told: list[str]) -> None:
@@ -103,23 +127,30 @@ def test_read_strictly(tmp_path: Path, shipped: Profile, old: str, new: str, tol
 def test_the_shipped_profile_gives_back_what_was_measured(shipped: Profile) -> None:
     """Products, attention, all-reduces and messages of measured shapes are priced at their measured times."""
     machine = machine_from_profile(shipped, ONE_NODE)
-    for m, n, k, seconds in shipped.matmul:
-        assert matmul_s(machine, m, n, k, "bf16", "NT") == pytest.approx(seconds, rel=0.02)
-    for table in shipped.attention:
-        for batch, seq, heads, _, head_dim, forward, backward in table.points:
-            priced = attention_s(machine, table.kernel, batch, seq, heads, head_dim)
-            assert priced == pytest.approx((forward, backward), rel=0.02)
+    for table in shipped.matmul:
+        for m, n, k, seconds in table.m_n_k_seconds:
+            assert matmul_s(machine, m, n, k, table.precision, table.operands) == seconds
+    for kernel in shipped.attention:
+        for batch, seq, heads, _, head_dim, forward, backward in kernel.shape_forward_backward_seconds:
+            priced = attention_s(machine, kernel.kernel, batch, seq, heads, head_dim)
+            assert priced == pytest.approx((forward, backward))
     (reduce,) = [curve for curve in shipped.collectives if curve.kind == "all_reduce"]
-    for size, seconds in reduce.points:
+    for size, seconds in reduce.bytes_seconds:
         assert all_reduce_s(machine, GroupShape(2, 2), size) == pytest.approx(seconds)
-    for size, seconds in shipped.point_to_point[0].points:
+    for size, seconds in shipped.point_to_point[0].bytes_seconds:
         assert send_s(machine, size, crosses_nodes=False) == pytest.approx(seconds)
 
 
 def test_an_empty_profile_changes_nothing(shipped: Profile) -> None:
     """What a profile does not hold stays as it is known of the GPU."""
     empty = replace(
-        shipped, matmul=(), matmul_fp8=(), attention=(), memory=(), host_copy=(), collectives=(), point_to_point=()
+        shipped,
+        matmul=(),
+        attention=(),
+        memory_bytes_seconds=(),
+        host_copy_bytes_seconds=(),
+        collectives=(),
+        point_to_point=(),
     )
     known = make_request("llama-3.1-8b", str(ONE_NODE), 8192, 8)
     request = replace(known, profile=empty, on=machine_from_profile(empty, ONE_NODE))
@@ -128,7 +159,13 @@ def test_an_empty_profile_changes_nothing(shipped: Profile) -> None:
 
 def test_a_slower_machine_takes_longer(shipped: Profile) -> None:
     """Twice the seconds of every product make the step longer, by less than twice."""
-    slow = replace(shipped, matmul=tuple((m, n, k, 2 * seconds) for m, n, k, seconds in shipped.matmul))
+    slow = replace(
+        shipped,
+        matmul=tuple(
+            replace(table, m_n_k_seconds=tuple((m, n, k, 2 * seconds) for m, n, k, seconds in table.m_n_k_seconds))
+            for table in shipped.matmul
+        ),
+    )
 
     def step(profile: Profile) -> float:
         request = make_request("llama-3.1-8b", str(ONE_NODE), 8192, 8)

@@ -77,6 +77,26 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Trainer:
+    """This package's trainer on one kind of machine, each part as far as a profile holds it."""
+
+    operations: Mapping[str, Curve] = field(default_factory=lambda: MappingProxyType({}))
+    """Operations bound by memory, by name (`profile.Operation`) and the bytes that they move."""
+    copies: Mapping[tuple[str, int], Curve] = field(default_factory=lambda: MappingProxyType({}))
+    """What copy engines carry (`profile.Copied`) by ranks."""
+    slowdowns: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """What products lose beside `copies` or `collectives`, as a share of the time that these take."""
+    layer_host_s: Mapping[int, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
+    """What the host needs to issue a layer's forward and backward, by tensor-parallel ranks."""
+    layer_ratios: Mapping[int, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
+    """Measured over priced time of whole layers, forward and backward, by tensor-parallel ranks."""
+    host_copy: Curve | None = None
+    """From host memory to the GPU."""
+    launch_s: float | None = None
+    """One kernel, on the host."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Machine:
     """One kind of GPU in a node of its kind, in FLOP/s, bytes/s and seconds.
 
@@ -112,6 +132,10 @@ class Machine:
     attentions: tuple[Attention, ...] = ()
     nvlink_send: Curve | None = None
     """One message between two ranks of a node; where it was not measured, their all-reduce."""
+    products: Mapping[tuple[str, str], tuple[Matmul, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """Products of this very machine by precision and order of operands; `matmuls` then is empty."""
+    trainer: Trainer | None = None
+    """What this package's trainer was measured to do; priced in its own stack alone."""
 
     @property
     def hbm_kernel_bytes_per_s(self) -> float:

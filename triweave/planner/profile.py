@@ -1,21 +1,22 @@
 """A machine profile: what was measured of one kind of GPU and its links, as a file that `plan` and `predict` read.
 
-A profile holds measurements and says nothing of how they combine; `profile_machine` makes a `Machine` of it. Times
-are in seconds, sizes in bytes, each a median of repeated runs on random data. YAML or JSON, read strictly.
+A profile holds measurements and says nothing of how they combine; `profile_machine` makes a `Machine` of it. `triweave
+probe` writes one. Times are in seconds, sizes in bytes, each a median of repeated runs on random data, on the slowest
+rank. YAML or JSON, read strictly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from triweave.cluster import CATALOGUE, nearest_gpu
 from triweave.errors import InputError, Problem
 
-VERSION = 1
+VERSION = 2
 
 Point = tuple[int, float]
 """`[bytes, seconds]`."""
@@ -23,11 +24,50 @@ MatmulPoint = tuple[int, int, int, float]
 """`[m, n, k, seconds]` of `[m, k] x [k, n]`."""
 AttentionPoint = tuple[int, int, int, int, int, float, float]
 """`[batch, seq, heads, kv_heads, head_dim, forward seconds, backward seconds]`, causal, bf16."""
+LayerPoint = tuple[int, int, int, int, int, int, int, int, float, float, float, float]
+"""`[tp, batch, seq, hidden, ffn, heads, kv_heads, head_dim]`, then seconds: the GPU's forward and backward, the host's
+forward and backward."""
 
-AttentionKernel = Literal["cudnn", "flash2", "flash3"]
+AttentionKernel = Literal["cudnn", "flash2", "flash3", "torch"]
+"""`torch` is what PyTorch takes where none of the others computes, as on a CPU."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Span = Literal["node", "cluster"]
 """Whether all ranks sit in one node, or each in a node of its own."""
+Operation = Literal[
+    "layer norms",
+    "norm backward",
+    "rotary",
+    "rotary backward",
+    "swiglu",
+    "swiglu backward",
+    "loss",
+    "loss backward",
+    "lookup",
+    "lookup backward",
+    "cast",
+    "add",
+    "norm of gradients",
+    "adamw",
+    "copy",
+    "fp8 amax",
+    "fp8 cast",
+    "fp8 sum",
+]
+"""What this package's layers and optimizer do between products, kernel by kernel; `time_trainer` says what each moves.
+`layer norms` are the two norms of a layer with its two additions."""
+Copied = Literal["slice", "gather", "reduce_scatter", "all_reduce"]
+"""What copy engines carry: one slice from a peer, or flat buffers of all ranks."""
+Beside = Literal["copies", "collectives"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTable:
+    """Products of one precision and one order of operands (`time_matmul.Operands`), at the speed of a long run."""
+
+    precision: Literal["bf16", "fp8"]
+    operands: Literal["NT", "NN", "TN"]
+    """Forward, input gradient, or weight gradient: in bf16 the last is added to a float32 sum."""
+    m_n_k_seconds: tuple[MatmulPoint, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +75,15 @@ class AttentionTable:
     """One attention kernel."""
 
     kernel: AttentionKernel
-    points: tuple[AttentionPoint, ...]
+    shape_forward_backward_seconds: tuple[AttentionPoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCurve:
+    """One operation of the trainer, by the bytes that it reads and writes."""
+
+    operation: Operation
+    bytes_seconds: tuple[Point, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +93,7 @@ class CollectiveCurve:
     kind: Collective
     ranks: int
     span: Span
-    points: tuple[Point, ...]
+    bytes_seconds: tuple[Point, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +101,31 @@ class LinkCurve:
     """One message from a rank to another."""
 
     span: Span
-    points: tuple[Point, ...]
+    bytes_seconds: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCurve:
+    """What copy engines carry inside a node, by the bytes of one slice or of one rank's whole buffer."""
+
+    what: Copied
+    ranks: int
+    bytes_seconds: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """Seconds that products lose for each second in which something else moves data beside them."""
+
+    beside: Beside
+    seconds_lost_per_second: float
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """One kind of GPU, as it was measured."""
 
-    version: Literal[1]
+    version: Literal[2]
     gpu: str
     """Its name in the cluster catalogue."""
     torch: str
@@ -68,19 +133,33 @@ class Profile:
     date: str
     source: str
     """Who measured it, how, and on what."""
-    matmul: tuple[MatmulPoint, ...] = ()
-    """Products in bf16, through a linear layer."""
-    matmul_fp8: tuple[MatmulPoint, ...] = ()
+    gpu_model: str = ""
+    """As the driver calls it."""
+    num_gpus: int = 0
+    """Of one node, measured together."""
+    cuda: str = ""
+    nccl: str = ""
+    driver: str = ""
+    power_limit_watts: float | None = None
+    max_sm_clock_mhz: float | None = None
+    sustained_sm_clock_mhz: float | None = None
+    """Read while the last products ran."""
+    parts: tuple[str, ...] = ()
+    """What of `triweave probe` was measured to its end; the rest it measures when it is run again."""
+    matmul: tuple[MatmulTable, ...] = ()
     attention: tuple[AttentionTable, ...] = ()
-    memory: tuple[Point, ...] = ()
-    """Operations bound by memory bandwidth, by the bytes that they read and write."""
-    host_copy: tuple[Point, ...] = ()
+    memory_bytes_seconds: tuple[Point, ...] = ()
+    """Operations bound by memory bandwidth, whatever they are, by the bytes that they read and write."""
+    operations: tuple[OperationCurve, ...] = ()
+    host_copy_bytes_seconds: tuple[Point, ...] = ()
     """Copies between pinned host memory and the GPU, one way."""
     collectives: tuple[CollectiveCurve, ...] = ()
     point_to_point: tuple[LinkCurve, ...] = ()
-    overlap_slowdown: float | None = None
-    """How much longer computation takes while a collective runs beside it, as a share."""
-    launch_s: float | None = None
+    copies: tuple[CopyCurve, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
+    layers: tuple[LayerPoint, ...] = ()
+    """Whole layers of the trainer, nothing recomputed: what its parts are held against."""
+    launch_seconds: float | None = None
     """What the host needs to launch one kernel."""
 
 
@@ -107,7 +186,7 @@ def profile_problems(profile: Profile) -> Iterator[Problem]:
         yield Problem("gpu", profile.gpu, rule, nearest_gpu(profile.gpu))
     for name, points in _tables(profile):
         for number, point in enumerate(points):
-            if min(point) <= 0:
+            if not all(0 < value < float("inf") for value in point):
                 yield Problem(f"{name}[{number}]", _listed(point), "must hold sizes and seconds above 0")
     for name, curve in _curves(profile):
         sizes = [size for size, _ in curve]
@@ -115,29 +194,35 @@ def profile_problems(profile: Profile) -> Iterator[Problem]:
             yield Problem(name, "[]", "must hold at least 1 point, and holds 0")
         if any(after <= before for before, after in pairwise(sizes)):
             yield Problem(name, _listed(sizes), "must go from smaller to larger sizes", _listed(sorted(set(sizes))))
-    for number, collective in enumerate(profile.collectives):
-        if collective.ranks < 2:
-            yield Problem(f"collectives[{number}].ranks", collective.ranks, "must be at least 2", "2")
-    for name in ("overlap_slowdown", "launch_s"):
-        value = getattr(profile, name)
-        if value is not None and value < 0:
-            yield Problem(name, value, "must be at least 0", "0.0")
+    for key in ("collectives", "copies"):
+        for number, one in enumerate(getattr(profile, key)):
+            if one.ranks < 2:
+                yield Problem(f"{key}[{number}].ranks", one.ranks, "must be at least 2", "2")
+    for number, slowdown in enumerate(profile.slowdowns):
+        lost = slowdown.seconds_lost_per_second
+        if not 0 <= lost < float("inf"):
+            yield Problem(f"slowdowns[{number}].seconds_lost_per_second", lost, "must be at least 0", "0.0")
+    launch = profile.launch_seconds
+    if launch is not None and not 0 <= launch < float("inf"):
+        yield Problem("launch_seconds", launch, "must be at least 0", "0.0")
 
 
 def _tables(profile: Profile) -> Iterator[tuple[str, Sequence[Sequence[float]]]]:
-    yield "matmul", profile.matmul
-    yield "matmul_fp8", profile.matmul_fp8
-    yield from ((f"attention[{i}].points", table.points) for i, table in enumerate(profile.attention))
+    for i, table in enumerate(profile.matmul):
+        yield f"matmul[{i}].m_n_k_seconds", table.m_n_k_seconds
+    for i, kernel in enumerate(profile.attention):
+        yield f"attention[{i}].shape_forward_backward_seconds", kernel.shape_forward_backward_seconds
+    yield "layers", profile.layers
     yield from _curves(profile)
 
 
 def _curves(profile: Profile) -> Iterator[tuple[str, Sequence[Point]]]:
-    if profile.memory:
-        yield "memory", profile.memory
-    if profile.host_copy:
-        yield "host_copy", profile.host_copy
-    yield from ((f"collectives[{i}].points", curve.points) for i, curve in enumerate(profile.collectives))
-    yield from ((f"point_to_point[{i}].points", curve.points) for i, curve in enumerate(profile.point_to_point))
+    for key in ("memory_bytes_seconds", "host_copy_bytes_seconds"):
+        if getattr(profile, key):
+            yield key, getattr(profile, key)
+    for key in ("operations", "collectives", "point_to_point", "copies"):
+        for i, curve in enumerate(getattr(profile, key)):
+            yield f"{key}[{i}].bytes_seconds", curve.bytes_seconds
 
 
 def profile_text(profile: Profile) -> str:
@@ -145,22 +230,31 @@ def profile_text(profile: Profile) -> str:
     lines: list[str] = []
     for field in fields(profile):
         value = getattr(profile, field.name)
-        if value is None or value == ():
-            continue
-        if not isinstance(value, tuple):
-            lines.append(f"{field.name}: {_scalar(value)}")
-            continue
-        lines.append(f"{field.name}:")
-        for item in value:
-            if isinstance(item, tuple):
-                lines.append(f"  - {_listed(item)}")
-                continue
-            first, *rest = (part.name for part in fields(item) if part.name != "points")
-            lines.append(f"  - {first}: {getattr(item, first)}")
-            lines += [f"    {name}: {getattr(item, name)}" for name in rest]
-            lines.append("    points:")
-            lines += [f"      - {_listed(point)}" for point in item.points]
+        if value != field.default:
+            lines += _key(field.name, value)
     return "\n".join([*lines, ""])
+
+
+def _key(name: str, value: object) -> Iterator[str]:
+    if not isinstance(value, tuple):
+        yield f"{name}: {_scalar(value)}"
+    elif value and all(isinstance(item, str) for item in value):
+        yield f"{name}: [{', '.join(map(_scalar, value))}]"
+    elif not value:
+        yield f"{name}: []"
+    else:
+        yield f"{name}:"
+        for item in value:
+            yield from _item(item)
+
+
+def _item(item: Any) -> Iterator[str]:
+    if not is_dataclass(item):
+        yield f"  - {_listed(item)}"
+        return
+    inner = [line for field in fields(item) for line in _key(field.name, getattr(item, field.name))]
+    yield f"  - {inner[0]}"
+    yield from (f"    {line}" for line in inner[1:])
 
 
 def _scalar(value: object) -> str:

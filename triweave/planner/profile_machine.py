@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from triweave.cluster import CATALOGUE, Cluster, Gpu
 from triweave.errors import InputError, Problem, closest
-from triweave.planner.machine import MACHINES, Attention, Curve, Machine, Matmul, machine_of
-from triweave.planner.profile import Collective, Profile, Span, read_profile
+from triweave.planner.machine import MACHINES, Attention, Curve, Machine, Matmul, Trainer, machine_of
+from triweave.planner.profile import Collective, Point, Profile, Span, read_profile
+from triweave.planner.profile_layers import with_layers
 
 _SHIPPED = Path(__file__).parent / "profiles"
 
@@ -25,12 +27,15 @@ def machine_from_profile(profile: Profile, cluster: Cluster) -> Machine:
         InputError: nothing is known of the GPU, and the profile lacks what it takes.
     """
     gpu = cluster.gpu
+    if CATALOGUE[profile.gpu].peak_flops == 0:
+        rule = "is a rehearsal that was measured on a CPU; it says nothing of a GPU"
+        raise InputError(Problem("profile.gpu", profile.gpu, rule, gpu.name))
     own = CATALOGUE[profile.gpu]
     measured = _measured(profile, _known(profile, own), own)
     if not is_foreign(profile, cluster):
         base = machine_of(cluster) if gpu.name in MACHINES else measured
         # A cluster file that gives the card or its node other figures changes these; the rest was measured.
-        return replace(measured, nic_bytes_per_s=base.nic_bytes_per_s)
+        return with_layers(profile, replace(measured, nic_bytes_per_s=base.nic_bytes_per_s))
     return _carried_over(measured, own, gpu, cluster)
 
 
@@ -58,7 +63,8 @@ def _known(profile: Profile, gpu: Gpu) -> Machine:
     """What is known of a profile's GPU without it; of a GPU of which nothing is, its datasheet and usual shares."""
     if profile.gpu in MACHINES:
         return MACHINES[profile.gpu]
-    if not profile.matmul or not _inside(profile, "all_reduce"):
+    forwards = [point for table in profile.matmul if table.precision == "bf16" for point in table.m_n_k_seconds]
+    if not forwards or not _inside(profile, "all_reduce"):
         rule = "has no measured speeds of its own, so its profile needs matmul points and an all_reduce in a node"
         raise InputError(Problem("gpu", profile.gpu, rule))
     return Machine(
@@ -66,7 +72,7 @@ def _known(profile: Profile, gpu: Gpu) -> Machine:
         gpu.peak_flops,
         gpu.peak_fp8_flops or None,
         gpu.num_sms,
-        max(2.0 * m * n * k / seconds for m, n, k, seconds in profile.matmul) / gpu.peak_flops,
+        max(2.0 * m * n * k / seconds for m, n, k, seconds in forwards) / gpu.peak_flops,
         0.0,
         0.9 * gpu.memory_bandwidth,
         0.85,
@@ -79,30 +85,54 @@ def _measured(profile: Profile, known: Machine, gpu: Gpu) -> Machine:
     across = _across(profile, gpu)
     gathers = _inside(profile, "all_gather")
     scatters = _inside(profile, "reduce_scatter")
-    sends = [curve.points for curve in profile.point_to_point if curve.span == "node"]
+    sends = [curve.bytes_seconds for curve in profile.point_to_point if curve.span == "node"]
+    products: Mapping[tuple[str, str], tuple[Matmul, ...]] = MappingProxyType(
+        {
+            (table.precision, table.operands): tuple(Matmul(*point) for point in table.m_n_k_seconds)
+            for table in profile.matmul
+        }
+    )
     return replace(
         known,
-        matmuls=tuple(Matmul(*point) for point in profile.matmul) or known.matmuls,
+        matmuls=() if products else known.matmuls,
+        products=products,
         attentions=tuple(
             Attention(table.kernel, batch, seq, heads, head_dim, forward, backward)
             for table in profile.attention
-            for batch, seq, heads, _, head_dim, forward, backward in table.points
+            for batch, seq, heads, _, head_dim, forward, backward in table.shape_forward_backward_seconds
         ),
-        hbm_bytes_per_s=max((size / seconds for size, seconds in profile.memory), default=known.hbm_bytes_per_s),
+        hbm_bytes_per_s=max(
+            (size / seconds for size, seconds in profile.memory_bytes_seconds), default=known.hbm_bytes_per_s
+        ),
         nvlink_all_reduce=MappingProxyType({**known.nvlink_all_reduce, **_inside(profile, "all_reduce")}),
         # One curve stands for both halves of an all-reduce: the mean of what was measured of them.
         nvlink_gather=MappingProxyType(
             {**known.nvlink_gather, **scatters, **gathers}
             | {ranks: _mean(gathers[ranks], scatters[ranks]) for ranks in gathers.keys() & scatters.keys()}
         ),
-        nvlink_send=Curve(*zip(*sends[0], strict=True)) if sends else known.nvlink_send,
+        nvlink_send=_curve(sends[0]) if sends else known.nvlink_send,
         nic_efficiency=across if across is not None else known.nic_efficiency,
+        trainer=_trainer(profile),
     )
+
+
+def _trainer(profile: Profile) -> Trainer:
+    return Trainer(
+        MappingProxyType({one.operation: _curve(one.bytes_seconds) for one in profile.operations}),
+        MappingProxyType({(one.what, one.ranks): _curve(one.bytes_seconds) for one in profile.copies}),
+        MappingProxyType({one.beside: one.seconds_lost_per_second for one in profile.slowdowns}),
+        host_copy=_curve(profile.host_copy_bytes_seconds) if profile.host_copy_bytes_seconds else None,
+        launch_s=profile.launch_seconds,
+    )
+
+
+def _curve(points: tuple[Point, ...]) -> Curve:
+    return Curve(*zip(*points, strict=True))
 
 
 def _inside(profile: Profile, kind: Collective, span: Span = "node") -> dict[int, Curve]:
     return {
-        curve.ranks: Curve(*zip(*curve.points, strict=True))
+        curve.ranks: _curve(curve.bytes_seconds)
         for curve in profile.collectives
         if (curve.kind, curve.span) == (kind, span)
     }
@@ -116,7 +146,7 @@ def _mean(one: Curve, other: Curve) -> Curve:
 
 def _across(profile: Profile, gpu: Gpu) -> float | None:
     """The share of a network port that the largest message between nodes reached."""
-    points = [curve.points[-1] for curve in profile.point_to_point if curve.span == "cluster"]
+    points = [curve.bytes_seconds[-1] for curve in profile.point_to_point if curve.span == "cluster"]
     if not points or not gpu.nic_bandwidth:
         return None
     return max(size / seconds for size, seconds in points) / gpu.nic_bandwidth
@@ -137,5 +167,7 @@ def _carried_over(measured: Machine, own: Gpu, gpu: Gpu, cluster: Cluster) -> Ma
         nic_bytes_per_s=gpu.nic_bandwidth * cluster.num_rails / cluster.gpus_per_node,
         # Products and kernels of another card say nothing of this one's shapes.
         matmuls=(),
+        products=MappingProxyType({}),
         attentions=(),
+        trainer=None,
     )

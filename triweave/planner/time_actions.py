@@ -173,8 +173,9 @@ def _sharding_s(place: Place, work: Work, parameters: float, num_layers: int, gr
     scatter = reduce_scatter_s(place.machine, group, stack.gradient_size * layer)
     forward = work.forward.total / count
     backward = (work.recompute.total + work.backward_input.total + work.backward_weight.total) / count
-    hidden_forward = overlapped_s(gather, forward, stack.slowdown)
-    hidden_backward = overlapped_s(gather + scatter, backward, stack.slowdown)
+    slowdown = place.slowdown("collectives")
+    hidden_forward = overlapped_s(gather, forward, slowdown)
+    hidden_backward = overlapped_s(gather + scatter, backward, slowdown)
     bandwidth = place.machine.hbm_kernel_bytes_per_s
     unpacking = stack.gather_copies.of(parameters, group.ranks) / bandwidth
     packing = stack.scatter_copies.of(parameters, group.ranks) / bandwidth

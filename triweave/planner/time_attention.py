@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, log
+from statistics import mean
 from types import MappingProxyType
 from typing import Literal
 
@@ -110,18 +111,41 @@ def _corrections(
 ) -> tuple[float, float]:
     """Measured over modelled time near this shape, as `time_matmul` corrects products by their nearest shapes."""
     totals, weight = [0.0, 0.0], 0.1
-    for known in machine.attentions:
-        if (known.kernel, known.head_dim) != (kernel, head_dim):
-            continue
-        distance = (log(seq / known.seq) ** 2 + log(batch * heads / known.batch / known.heads) ** 2) / _NEAR**2
+    x, y, z = _coordinates(seq, batch, heads)
+    for (a, b, c), ratios in _ratios(machine, kernel, head_dim):
+        distance = ((x - a) ** 2 + (y - b) ** 2 + (z - c) ** 2) / _NEAR**2
         if distance > 20:
             continue
-        near = 1 / (distance + 1e-6)
-        modelled = _model_s(machine, kernel, known.batch, known.seq, known.heads, head_dim)
-        for which, measured in enumerate((known.forward_s, known.backward_s)):
-            totals[which] += near * log(measured / modelled[which])
+        near = 1 / (distance + 1e-6) ** 2
+        for which, ratio in enumerate(ratios):
+            totals[which] += near * ratio
         weight += near
     return exp(totals[0] / weight), exp(totals[1] / weight)
+
+
+def _coordinates(seq: int, batch: int, heads: int) -> tuple[float, float, float]:
+    """Where a shape lies among others: heads of one sequence and of several are nearly the same work."""
+    return log(seq), log(batch * heads), 0.3 * log(batch)
+
+
+@lru_cache(maxsize=64)
+def _ratios(
+    machine: Machine, kernel: AttentionName, head_dim: int
+) -> tuple[tuple[tuple[float, float, float], tuple[float, float]], ...]:
+    """Coordinates of what was measured, and the logarithms of measured over modelled time forward and backward.
+
+    One point for each shape: key/value heads that are read by more or fewer queries count as one.
+    """
+    found: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
+    for known in machine.attentions:
+        if (known.kernel, known.head_dim) == (kernel, head_dim):
+            modelled = _model_s(machine, kernel, known.batch, known.seq, known.heads, head_dim)
+            ratios = (log(known.forward_s / modelled[0]), log(known.backward_s / modelled[1]))
+            found.setdefault((known.seq, known.batch, known.heads), []).append(ratios)
+    return tuple(
+        (_coordinates(*shape), (mean(one[0] for one in ratios), mean(one[1] for one in ratios)))
+        for shape, ratios in found.items()
+    )
 
 
 def _kernels(machine: Machine) -> Mapping[str, FlashKernel]:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 from triweave.planner.time_collectives import all_reduce_s, reduce_scatter_s
+from triweave.planner.time_exchange import Linear, column_s, uses_copy_engines
 from triweave.planner.time_parts import Parts, Place, Work
+
+_LAUNCHES = 24
+"""Kernels of norm, head and loss, forward; about as many backward."""
 
 
 @lru_cache(maxsize=8192)
@@ -17,11 +21,15 @@ def head_work(place: Place) -> Work:
     norm = place.memory(place.own_tokens * decoder.hidden, stack.norm)
     loss = place.memory(place.tokens * vocab, stack.loss)
     gather, reduce = _gather_s(place), _sum_s(place)
+    if uses_copy_engines(place):
+        products = (forward, backward_input, backward_weight)
+        gather, reduce = column_s(place, Linear(vocab, decoder.hidden), products)
     # Maximum and sum of exponentials of every token, in float32.
     statistics = 2 * all_reduce_s(place.machine, place.tp, 4.0 * place.tokens) / stack.links
+    launches_s = place.trainer.launch_s or 0.0 if place.trainer is not None else 0.0
     return Work(
-        Parts(forward, memory=norm[0] + loss[0], tensor_parallel=gather + statistics),
-        Parts(backward_input, memory=norm[1] + loss[1], tensor_parallel=reduce),
+        Parts(forward, memory=norm[0] + loss[0], tensor_parallel=gather + statistics).at_least(_LAUNCHES * launches_s),
+        Parts(backward_input, memory=norm[1] + loss[1], tensor_parallel=reduce).at_least(_LAUNCHES * launches_s),
         Parts(backward_weight, memory=place.accumulate(decoder.hidden * vocab)),
     )
 

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from triweave.planner.time_attention import attention_s
 from triweave.planner.time_collectives import all_reduce_s, overlapped_s, reduce_scatter_s, send_s
+from triweave.planner.time_exchange import Linear, Products, column_s, row_s, uses_copy_engines
 from triweave.planner.time_parts import Parts, Place, Work, add, chain
 from triweave.planner.time_stack import Bytes
-
-Products = tuple[float, float, float]
 
 _MERGE_OUTPUT = Bytes(10, 10)
 """A step of the ring: its output read (2) and added to a float32 sum (8); backward the same with queries' gradients."""
@@ -34,10 +33,13 @@ def layer_work(place: Place) -> Work:
     stack, chosen = place.stack, place.recompute
     attention, mlp = _attention(place), _mlp(place)
     whole = chain(attention.work, mlp.work)
-    host, collectives = stack.host, (2 if place.tp.ranks > 1 else 0) + place.cp.ranks - 1
-    forward = whole.forward.at_least(host.forward + collectives * host.collective)
-    backward_input = whole.backward_input.at_least(2 / 3 * host.backward + collectives * host.collective)
-    backward_weight = whole.backward_weight.at_least(host.backward / 3)
+    if place.trainer is not None:
+        ahead, back = place.trainer.layer_ratios.get(place.tp.ranks) or place.trainer.layer_ratios.get(1, (1.0, 1.0))
+        whole = Work(whole.forward.times(ahead), whole.backward_input.times(back), whole.backward_weight.times(back))
+    host_forward_s, host_backward_s = _host_s(place)
+    forward = whole.forward.at_least(host_forward_s)
+    backward_input = whole.backward_input.at_least(2 / 3 * host_backward_s)
+    backward_weight = whole.backward_weight.at_least(host_backward_s / 3)
     if "layer" in chosen:
         return Work(forward, backward_input, backward_weight, forward)
     repeated = [
@@ -55,6 +57,15 @@ def layer_work(place: Place) -> Work:
     if "swiglu" in chosen and "mlp" not in chosen:
         repeated.append(Parts(memory=mlp.cheap))
     return Work(forward, backward_input, backward_weight, add(*repeated))
+
+
+def _host_s(place: Place) -> tuple[float, float]:
+    """What the host needs to issue a layer's forward and backward, as measured where it was."""
+    if place.trainer is not None and place.tp.ranks in place.trainer.layer_host_s:
+        return place.trainer.layer_host_s[place.tp.ranks]
+    host = place.stack.host
+    collectives = ((2 if place.tp.ranks > 1 else 0) + place.cp.ranks - 1) * host.collective
+    return host.forward + collectives, host.backward + 3 / 2 * collectives
 
 
 def _attention(place: Place) -> _Half:
@@ -82,7 +93,9 @@ def _attention(place: Place) -> _Half:
     rotary = place.memory(place.tokens * (query + key_value), stack.rotary)
     heads = place.memory(place.tokens * (query + 2 * key_value), stack.heads)
     casts = place.casts(place.tokens * (decoder.hidden + query))
-    tp_forward, tp_backward = _tensor_parallel(place, qkv, out, place.stack.reductions // 2)
+    gradient_casts = place.casts(place.tokens * (query + 2 * key_value + decoder.hidden)) if stack.own else casts
+    weights = (Linear(query + 2 * key_value, decoder.hidden), Linear(decoder.hidden, query))
+    tp_forward, tp_backward = _tensor_parallel(place, weights, qkv, out, place.stack.reductions // 2)
     cp_forward, cp_backward = _context_parallel(place, key_value, core_forward, core_backward)
     merge = place.memory((place.cp.ranks - 1) * place.tokens * query, _MERGE_OUTPUT)
     merge_keys = place.memory((place.cp.ranks - 1) * place.tokens * 2 * key_value, _MERGE_KEYS)
@@ -98,7 +111,7 @@ def _attention(place: Place) -> _Half:
         Parts(
             qkv[1] + out[1],
             core_backward,
-            norm[1] + residual[1] + rotary[1] + heads[1] + casts + merge[1] + merge_keys[1],
+            norm[1] + residual[1] + rotary[1] + heads[1] + gradient_casts + merge[1] + merge_keys[1],
             tp_backward,
             cp_backward,
         ),
@@ -118,17 +131,22 @@ def _mlp(place: Place) -> _Half:
     residual = place.memory(place.own_tokens * decoder.hidden, stack.residual)
     activation = place.memory(place.tokens * width, stack.activation)
     casts = place.casts(place.tokens * (decoder.hidden + width))
-    tp_forward, tp_backward = _tensor_parallel(place, up, down, stack.reductions - stack.reductions // 2)
+    gradient_casts = place.casts(place.tokens * (decoder.ffn_in // tp + decoder.hidden)) if stack.own else casts
+    weights = (Linear(decoder.ffn_in // tp, decoder.hidden), Linear(decoder.hidden, width))
+    reductions = stack.reductions - stack.reductions // 2
+    tp_forward, tp_backward = _tensor_parallel(place, weights, up, down, reductions)
     parameters = decoder.hidden * (decoder.ffn_in // tp + width)
     work = Work(
         Parts(up[0] + down[0], 0.0, norm[0] + residual[0] + activation[0] + casts, tp_forward),
-        Parts(up[1] + down[1], 0.0, norm[1] + residual[1] + activation[1] + casts, tp_backward),
+        Parts(up[1] + down[1], 0.0, norm[1] + residual[1] + activation[1] + gradient_casts, tp_backward),
         Parts(up[2] + down[2], memory=place.accumulate(parameters)),
     )
     return _Half(work, norm[0], activation[0])
 
 
-def _tensor_parallel(place: Place, column: Products, row: Products, reductions: int) -> tuple[float, float]:
+def _tensor_parallel(
+    place: Place, weights: tuple[Linear, Linear], column: Products, row: Products, reductions: int
+) -> tuple[float, float]:
     """Exposed communication of half a layer, forward and backward.
 
     Sequence parallel: a gather before and a reduce-scatter after, the same backward, and the gathered input once
@@ -138,6 +156,9 @@ def _tensor_parallel(place: Place, column: Products, row: Products, reductions: 
     machine, stack, group = place.machine, place.stack, place.tp
     if group.ranks == 1:
         return 0.0, 0.0
+    if uses_copy_engines(place):
+        ahead, back = zip(column_s(place, weights[0], column), row_s(place, weights[1], row), strict=True)
+        return sum(ahead), sum(back)
     if not place.sequence_parallel:
         once = all_reduce_s(machine, group, place.activation_bytes) / stack.links
         return once, (overlapped_s(once, column[2], stack.slowdown) if stack.overlap_tp else reductions * once)

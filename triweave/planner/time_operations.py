@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from triweave.planner.time_stack import Bytes
+from triweave.planner.time_stack import Bytes, Measured
 
 STRIDED_SHARE = 0.6
 """Of the bandwidth of contiguous tensors, what PyTorch's element-wise kernels reach on halves of a tensor or with
@@ -24,6 +24,8 @@ class Kernel(NamedTuple):
     read: float
     """Bytes per element."""
     write: float
+    measured: tuple[Measured, ...] = ()
+    """What a machine profile may know of it."""
     strided: bool = False
     """Whether an element-wise kernel reads or writes a view that is not contiguous, or broadcasts an operand."""
 
@@ -43,7 +45,15 @@ class Operation(NamedTuple):
     @property
     def bytes(self) -> Bytes:
         """Both directions."""
-        return Bytes(moved(self.forward), moved(self.backward))
+        measured = (known(self.forward), known(self.backward))
+        return Bytes(moved(self.forward), moved(self.backward), measured)
+
+
+def known(kernels: tuple[Kernel, ...]) -> tuple[Measured, ...]:
+    """What a profile may know of several kernels; nothing unless it may of each."""
+    if not all(kernel.measured for kernel in kernels):
+        return ()
+    return tuple(one for kernel in kernels for one in kernel.measured)
 
 
 def moved(kernels: tuple[Kernel, ...]) -> float:

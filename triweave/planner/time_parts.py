@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from triweave.layout import Layout, Recompute
-from triweave.planner.machine import Machine
+from triweave.planner.machine import Machine, Trainer
 from triweave.planner.time_collectives import GroupShape, group_shape
 from triweave.planner.time_matmul import Precision, matmul_s
 from triweave.planner.time_shapes import Decoder
-from triweave.planner.time_stack import Bytes, Stack
+from triweave.planner.time_stack import Bytes, Measured, Stack
+
+FP8_CASTS = (Measured("fp8 amax", 2), Measured("fp8 cast", 4))
+"""The trainer's: the largest magnitude in one reading, both orders in another."""
 
 
 class Parts(NamedTuple):
@@ -82,6 +85,16 @@ class Place:
     precision: Precision
 
     @property
+    def trainer(self) -> Trainer | None:
+        """What was measured of this package's trainer, if it is what runs."""
+        return self.machine.trainer if self.stack.own else None
+
+    def slowdown(self, beside: Literal["copies", "collectives"]) -> float:
+        """What products lose beside copy engines or collectives, as a share of the time that these take."""
+        known = self.trainer.slowdowns if self.trainer is not None else {}
+        return known.get(beside, self.stack.slowdown)
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one context-parallel rank."""
         return self.micro_batch * self.seq // self.cp.ranks
@@ -108,8 +121,15 @@ class Place:
 
     def memory(self, elements: float, cost: Bytes) -> tuple[float, float]:
         """Seconds of an element-wise operation, forward and backward."""
-        rate = self.machine.hbm_kernel_bytes_per_s * self.stack.efficiency
-        return elements * cost.forward / rate, elements * cost.backward / rate
+        forward, backward = cost.measured
+        return self.passes(elements, cost.forward, forward), self.passes(elements, cost.backward, backward)
+
+    def passes(self, elements: float, moved: float, measured: tuple[Measured, ...] = ()) -> float:
+        """Seconds of passes over memory of `moved` bytes per element, as they were measured where they were."""
+        known = self.trainer.operations if self.trainer is not None else {}
+        if measured and all(one.operation in known for one in measured):
+            return sum(one.share * known[one.operation](elements * one.bytes) for one in measured if elements)
+        return elements * moved / (self.machine.hbm_kernel_bytes_per_s * self.stack.efficiency)
 
     def accumulate(self, parameters: float) -> float:
         """Seconds that adding a micro-batch's weight gradients to their sums takes beyond the products."""
@@ -119,7 +139,7 @@ class Place:
         """Seconds to make fp8 of the input of a product, one way."""
         if self.precision != "fp8":
             return 0.0
-        return elements * self.stack.cast / (self.machine.hbm_kernel_bytes_per_s * self.stack.efficiency)
+        return self.passes(elements, self.stack.cast, FP8_CASTS)
 
 
 def place_of(

@@ -8,11 +8,20 @@ of a stack is `efficiency`, and a stack says on which measurements.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from triweave.planner.time_attention import AttentionName
 
 Split = Literal["layers", "modules"]
+
+
+class Measured(NamedTuple):
+    """A share of an operation that a machine profile may hold (`profile.Operation`)."""
+
+    operation: str
+    bytes: float
+    """Per element, of the whole of what was measured."""
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +30,8 @@ class Bytes:
 
     forward: float
     backward: float
+    measured: tuple[tuple[Measured, ...], tuple[Measured, ...]] = ((), ())
+    """What a profile may know of it, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +132,12 @@ class Stack:
     """What the stack does where a measurement does not say."""
     split: Split = "layers"
     """How the stack cuts a pipeline: equal layers, or equal modules, embedding, norm and head counting as one each."""
+    own: bool = False
+    """Whether it is this package's trainer, whose parts a machine profile measures (`machine.Trainer`)."""
+    zeroes: bool = True
+    """Whether whole gradient sums are filled with zeros before a step, not overwritten by its first products."""
+    optimizer_measured: tuple[Measured, ...] = ()
+    """What a profile may know of `optimizer`, per parameter of the shard."""
     efficiency: float = 1.0
     """Modelled over measured compute time of the measurements that the stack was calibrated on."""
 

@@ -12,8 +12,8 @@ from triweave.cluster import Cluster
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
 from triweave.planner.machine import Machine
-from triweave.planner.time_actions import ActionCosts, action_costs, replica_shape, shard_shape
-from triweave.planner.time_collectives import all_reduce_s, overlapped_s, reduce_scatter_s
+from triweave.planner.time_actions import ActionCosts, action_costs
+from triweave.planner.time_after import after_backward_s, batch_copy_s
 from triweave.planner.time_matmul import Precision
 from triweave.planner.time_parts import add
 from triweave.planner.time_pipeline import least_pipeline_s, pipeline_s
@@ -131,19 +131,20 @@ def predict_step(
     stages = layout.stages_of(longest)
     parts = add(*(part for stage in stages for part in costs.blocks[stage].work)).times(micro_batches)
     gathering = micro_batches * sum(costs.blocks[stage].gathering_s for stage in stages)
-    data_parallel, optimizer = _after_backward(costs, layout, longest, busy[longest], cluster.gpus_per_node)
+    data_parallel, optimizer = after_backward_s(costs, layout, longest, busy[longest], cluster.gpus_per_node)
+    arriving = batch_copy_s(costs)
     breakdown = Breakdown(
         parts.matmul,
         parts.attention,
         parts.memory,
         parts.tensor_parallel,
         parts.context_parallel,
-        parts.host,
+        parts.host + arriving,
         length - parts.total - gathering,
         gathering + data_parallel,
         optimizer,
     )
-    step = length + data_parallel + optimizer
+    step = length + data_parallel + optimizer + arriving
     tokens = global_batch * seq_len / layout.world_size
     peak = gpu.peak_fp8 if precision == "fp8" and gpu.peak_fp8 else gpu.peak_bf16
     flops = [decoder.flops_per_token(seq_len, causal=causal) * tokens / step / peak for causal in (True, False)]
@@ -174,7 +175,7 @@ def least_step_s(
     # Below `full` the stages cost the same however optimizer states and gradients are shared.
     alike = layout if layout.shard == "full" else replace(layout, shard="none", shard_group=None)
     known = _least_pipeline(spec, alike, cluster, seq_len, global_batch, on)
-    return known.seconds + sum(_after_backward(known.costs, layout, known.rank, known.busy_s, cluster.gpus_per_node))
+    return known.seconds + sum(after_backward_s(known.costs, layout, known.rank, known.busy_s, cluster.gpus_per_node))
 
 
 class _LeastPipeline(NamedTuple):
@@ -246,39 +247,6 @@ def step_timeline(
     costs = action_costs(spec, layout, cluster, seq_len=seq_len, global_batch=global_batch, on=on)
     schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, costs.micro_batches)
     return simulate(schedule, lambda action: costs.stages[action.stage].of(action.kind), costs.transfer_s)
-
-
-def _after_backward(
-    costs: ActionCosts, layout: Layout, rank: int, busy: float, gpus_per_node: int
-) -> tuple[float, float]:
-    """Exposed data-parallel communication of a step, and the optimizer, on one pipeline rank."""
-    gpu, stack, micro_batches = costs.place.machine, costs.place.stack, costs.micro_batches
-    parameters = sum(costs.blocks[stage].parameters for stage in layout.stages_of(rank))
-    group = shard_shape(layout, gpus_per_node)
-    shard = parameters if layout.shard == "none" else parameters / group.ranks
-    whole_gradients = layout.shard in ("none", "optimizer")
-    zeroed = 4 * (parameters if whole_gradients else shard)
-    optimizer = (shard * stack.optimizer + zeroed) / gpu.hbm_kernel_bytes_per_s
-    if layout.replicas == 1:
-        return 0.0, optimizer
-    gradients = stack.gradient_size * parameters
-    # Shard groups sum their slices among each other once a step, however often they reduce inside.
-    across = all_reduce_s(gpu, replica_shape(layout, gpus_per_node), gradients / group.ranks)
-    if layout.shard == "full":
-        reduce = gather = 0.0
-    elif layout.shard == "none":
-        reduce, gather = all_reduce_s(gpu, group, gradients), 0.0
-    else:
-        reduce = (all_reduce_s if stack.reduces_whole else reduce_scatter_s)(gpu, group, gradients)
-        gather = reduce_scatter_s(gpu, group, 2.0 * parameters)
-    if layout.shard == "gradients":
-        reduce += stack.scatter_copies.of(parameters, group.ranks) / gpu.hbm_kernel_bytes_per_s
-        reduce *= micro_batches
-    reduce += across
-    # Reduction hides under the last micro-batch's backward, gathering under the first's forward.
-    room = busy / micro_batches
-    hidden = overlapped_s(reduce, 2 / 3 * room, stack.slowdown) + overlapped_s(gather, room / 3, stack.slowdown)
-    return stack.overlap_dp * hidden + (1 - stack.overlap_dp) * (reduce + gather), optimizer
 
 
 def _range(step: float, breakdown: Breakdown) -> tuple[float, float]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triweave.planner.time_operations import Kernel, Operation, moved
-from triweave.planner.time_stack import Copies, Host, Stack
+from triweave.planner.time_operations import Kernel, Operation, known, moved
+from triweave.planner.time_stack import Copies, Host, Measured, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,10 @@ class Kernels:
     """Per logit."""
     host: Host
     """Seconds to launch a layer's kernels."""
+
+
+def _of(operation: str, size: float, share: float = 1.0) -> tuple[Measured]:
+    return (Measured(operation, size, share),)
 
 
 _NORM = Operation(
@@ -103,22 +107,41 @@ EAGER = Kernels(
 
 FUSED = Kernels(
     # The stream passes the norm: the first of a layer's two additions, and both of its gradients', are the norm's.
-    norm=Operation((Kernel("norm", 2, 2),), (Kernel("norm backward", 4, 2),)),
-    residual=Operation(
-        (Kernel("added by the second norm, one of two", 1, 1), Kernel("added alone, the other", 2, 1)),
-        (Kernel("the stream's gradient, added by the norm backward", 2, 0),),
+    # Half of a layer each: 4 bytes of norm and 5 of addition of the 18 that its norms and additions move.
+    norm=Operation(
+        (Kernel("norm", 2, 2, _of("layer norms", 18, 4 / 18)),),
+        (Kernel("norm backward", 4, 2, _of("norm backward", 8, 6 / 8)),),
     ),
-    rotary=Operation((Kernel("rotate in place", 2, 2),), (Kernel("rotate back into one gradient", 2, 2),)),
-    heads=Operation((), (Kernel("the values' gradients into the same", *_VALUES),)),
-    swiglu=Operation((Kernel("swiglu", 4, 2),), (Kernel("swiglu backward", 6, 4),)),
-    loss=Operation((Kernel("maximum, sum and target", 2, 0),), (Kernel("gradient in place, scaled", 2, 2),)),
+    residual=Operation(
+        (
+            Kernel("added by the second norm, one of two", 1, 1, _of("layer norms", 18, 2 / 18)),
+            Kernel("added alone, the other", 2, 1, _of("layer norms", 18, 3 / 18)),
+        ),
+        (Kernel("the stream's gradient, added by the norm backward", 2, 0, _of("norm backward", 8, 2 / 8)),),
+    ),
+    rotary=Operation((Kernel("rotate in place", 2, 2, _of("rotary", 4)),)),
+    heads=Operation(
+        (), (Kernel("rotate back, with the values' gradients, into one", 2, 2, _of("rotary backward", 4)),)
+    ),
+    swiglu=Operation(
+        (Kernel("swiglu", 4, 2, _of("swiglu", 6)),), (Kernel("swiglu backward", 6, 4, _of("swiglu backward", 10)),)
+    ),
+    loss=Operation(
+        (Kernel("maximum, sum and target", 2, 0, _of("loss", 2)),),
+        (Kernel("gradient in place, scaled", 2, 2, _of("loss backward", 4)),),
+    ),
     host=Host(0.15e-3, 0.3e-3, 30e-6),
 )
 """One kernel an operation; logits stay in bf16 and their gradient overwrites them."""
 
 LOOKUP = Operation(
-    (Kernel("rows of the table", 2, 2),),
-    (Kernel("to float32", 2, 4), Kernel("mask", 4, 4), Kernel("add to the rows", 8, 4)),
+    (Kernel("rows of the table", 2, 2, _of("lookup", 4)),),
+    # The 26 bytes of three kernels, measured as one.
+    (
+        Kernel("to float32", 2, 4, _of("lookup backward", 26, 6 / 26)),
+        Kernel("mask", 4, 4, _of("lookup backward", 26, 8 / 26)),
+        Kernel("add to the rows", 8, 4, _of("lookup backward", 26, 12 / 26)),
+    ),
 )
 """Embedding, per hidden element."""
 
@@ -148,9 +171,14 @@ CLIP_APART = Update(
 """Gradients are scaled in a pass of their own."""
 
 CLIP_INSIDE = Update(
-    (_SQUARE, _SUM, Kernel("AdamW, the divided gradient written back", 16, 16), _PUBLISH), _GATHER, _SCATTER
+    (
+        Kernel("norm, row by row", 4, 0, _of("norm of gradients", 4)),
+        Kernel("AdamW and the weights in bf16, gradients divided while they are read", 16, 14, _of("adamw", 30)),
+    ),
+    _GATHER,
+    _SCATTER,
 )
-"""The fused update divides the gradients while it reads them."""
+"""One pass updates masters and moments and writes the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +192,8 @@ class Overlap:
     """Messages between stages travel while the stage computes."""
     data_parallel: float = 0.0
     """Share of gradient reductions and weight gathers that may hide where there is room."""
+    zeroes: bool = True
+    """Whether a step fills its whole gradient sums with zeros."""
     slowdown: float = 0.12
     """What a collective takes from the compute beside it; 0 for copy engines."""
 
@@ -181,6 +211,7 @@ def trainer_stack(name: str, kernels: Kernels, update: Update, overlap: Overlap)
         lookup=LOOKUP.bytes,
         host=kernels.host,
         optimizer=moved(update.optimizer),
+        optimizer_measured=known(update.optimizer),
         gather_copies=update.gather,
         scatter_copies=update.scatter,
         piece_tokens=overlap.piece_tokens,
@@ -188,13 +219,15 @@ def trainer_stack(name: str, kernels: Kernels, update: Update, overlap: Overlap)
         overlap_dp=overlap.data_parallel,
         slowdown=overlap.slowdown,
         links=0.7,
+        own=True,
+        zeroes=overlap.zeroes,
     )
 
 
 TRIWEAVE_EAGER = trainer_stack("triweave eager", EAGER, CLIP_APART, Overlap())
 """Plain kernels, communication exposed: what the runs of `bench/results/2026-11-30-speed-2xh200.md` were."""
 
-TRIWEAVE_FUSED = trainer_stack("triweave fused", FUSED, CLIP_INSIDE, Overlap(piece_tokens=2048, data_parallel=1.0))
+TRIWEAVE_FUSED = trainer_stack("triweave fused", FUSED, CLIP_INSIDE, Overlap(2048, data_parallel=1.0, zeroes=False))
 """Fused kernels and every axis overlapped."""
 
 TRIWEAVE = TRIWEAVE_FUSED

@@ -1,0 +1,119 @@
+"""Seconds of a step beside its pipeline: replicas' gradients and weights, the optimizer, the batch that arrives."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from triweave.layout import Layout
+from triweave.planner.machine import Curve
+from triweave.planner.time_actions import ActionCosts, replica_shape, shard_shape
+from triweave.planner.time_collectives import GroupShape, all_reduce_s, overlapped_s, reduce_scatter_s
+from triweave.planner.time_parts import Place
+
+_TOKEN_BYTES = 32
+"""Token, target, position and document of one token, int64 each."""
+_UNIT_LAUNCHES = 10
+"""Kernels of a unit after its last backward: its norm, two updates, the weights on their way."""
+
+
+def batch_copy_s(costs: ActionCosts) -> float:
+    """Seconds for a rank's tokens to come from the host, before its first micro-batch; 0 where it was not measured."""
+    place = costs.place
+    if place.trainer is None or place.trainer.host_copy is None:
+        return 0.0
+    return place.trainer.host_copy(_TOKEN_BYTES * place.micro_batch * place.seq * costs.micro_batches)
+
+
+def after_backward_s(
+    costs: ActionCosts, layout: Layout, rank: int, busy: float, gpus_per_node: int
+) -> tuple[float, float]:
+    """Exposed data-parallel communication of a step, and the optimizer, on one pipeline rank.
+
+    Args:
+        costs: of the step's actions.
+        layout: how it is spread.
+        rank: the pipeline rank.
+        busy: seconds that it computes in a step.
+        gpus_per_node: of the cluster.
+    """
+    place, micro_batches = costs.place, costs.micro_batches
+    gpu, stack = place.machine, place.stack
+    parameters = sum(costs.blocks[stage].parameters for stage in layout.stages_of(rank))
+    group = shard_shape(layout, gpus_per_node)
+    shard = parameters if layout.shard == "none" else parameters / group.ranks
+    optimizer = _optimizer_s(costs, layout, rank, parameters, shard)
+    if layout.replicas == 1:
+        return 0.0, optimizer
+    # Reduction hides under the last micro-batch's backward, gathering under the first's forward.
+    room = busy / micro_batches
+    if (
+        _copies(place, group, "gather") is not None
+        and layout.shard in ("none", "optimizer")
+        and not layout.uses_shard_groups
+    ):
+        return _by_copy_engines_s(costs, layout, rank, group, room), optimizer
+    gradients = stack.gradient_size * parameters
+    # Shard groups sum their slices among each other once a step, however often they reduce inside.
+    across = all_reduce_s(gpu, replica_shape(layout, gpus_per_node), gradients / group.ranks)
+    if layout.shard == "full":
+        reduce = gather = 0.0
+    elif layout.shard == "none":
+        reduce, gather = all_reduce_s(gpu, group, gradients), 0.0
+    else:
+        reduce = (all_reduce_s if stack.reduces_whole else reduce_scatter_s)(gpu, group, gradients)
+        gather = reduce_scatter_s(gpu, group, 2.0 * parameters)
+    if layout.shard == "gradients":
+        reduce += stack.scatter_copies.of(parameters, group.ranks) / gpu.hbm_kernel_bytes_per_s
+        reduce *= micro_batches
+    reduce += across
+    slowdown = place.slowdown("collectives")
+    hidden = overlapped_s(reduce, 2 / 3 * room, slowdown) + overlapped_s(gather, room / 3, slowdown)
+    return stack.overlap_dp * hidden + (1 - stack.overlap_dp) * (reduce + gather), optimizer
+
+
+def _optimizer_s(costs: ActionCosts, layout: Layout, rank: int, parameters: float, shard: float) -> float:
+    place = costs.place
+    whole = layout.shard in ("none", "optimizer")
+    zeroed = 4 * (parameters if whole else shard) if place.stack.zeroes or not whole else 0.0
+    seconds = place.passes(shard, place.stack.optimizer, place.stack.optimizer_measured)
+    if place.trainer is not None and place.trainer.launch_s is not None:
+        units = sum(layout.layers[stage] for stage in layout.stages_of(rank)) + 3
+        seconds = max(seconds, _UNIT_LAUNCHES * units * place.trainer.launch_s)
+    return seconds + zeroed / place.machine.hbm_kernel_bytes_per_s
+
+
+def _by_copy_engines_s(costs: ActionCosts, layout: Layout, rank: int, group: GroupShape, room: float) -> float:
+    """Exposed seconds where buffers are copied from GPU to GPU, unit by unit.
+
+    A unit's sums leave after its last backward, and the last unit's have nothing left to hide under; its weights are
+    gathered after the update, and the first unit's are waited for.
+    """
+    place = costs.place
+    units = _unit_parameters(costs, layout, rank)
+    kind: Literal["all_reduce", "reduce_scatter"] = "all_reduce" if layout.shard == "none" else "reduce_scatter"
+    reduce, gather = _copies(place, group, kind), _copies(place, group, "gather")
+    if reduce is None or gather is None:
+        return 0.0
+    sums = [reduce(4.0 * unit) for unit in units]
+    weights = [gather(2.0 * unit) for unit in units] if layout.shard == "optimizer" else [0.0]
+    slowdown = place.slowdown("copies")
+    exposed = overlapped_s(sum(sums[1:]), 2 / 3 * room, slowdown) + overlapped_s(sum(weights[1:]), room / 3, slowdown)
+    return sums[0] + weights[0] + exposed
+
+
+def _unit_parameters(costs: ActionCosts, layout: Layout, rank: int) -> list[float]:
+    """Weights of a pipeline rank's units in the order of their forwards: embedding, layers, head."""
+    decoder, tp = costs.place.decoder, costs.place.tp.ranks
+    stages = layout.stages_of(rank)
+    units = [decoder.layer_parameters / tp] * sum(layout.layers[stage] for stage in stages)
+    if 0 in stages:
+        units.insert(0, decoder.head_parameters / tp)
+    if layout.num_stages - 1 in stages:
+        units.append(decoder.head_parameters / tp)
+    return units
+
+
+def _copies(place: Place, group: GroupShape, what: str) -> Curve | None:
+    if place.trainer is None or group.nodes > 1:
+        return None
+    return place.trainer.copies.get((what, group.ranks))
