@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from campaign_table import table
 
 from triweave.dryrun.memory import RankMemory, rank_memory
 from triweave.layout import Coordinates
+from triweave.planner.assumptions import OURS
 from triweave.planner.memory import StageMemory, predict_memory
 from triweave.planner.profile import Profile
 from triweave.planner.profile_machine import machine_from_profile, profile_of
@@ -47,7 +48,13 @@ def predict(case: Case, profile: Profile) -> dict[str, Any]:
     stages = range(layout.pp) if case.rank is None else [layout.coordinates(case.rank).pp]
     # Ranks of a stage are alike, and one that runs alone plays its own place.
     ranks = [case.rank if case.rank is not None else layout.rank(Coordinates(0, 0, 0, stage)) for stage in stages]
-    memory = predict_memory(case.spec, layout, seq_len=case.seq_len, num_micro_batches=run.num_micro_batches)
+    memory = predict_memory(
+        case.spec,
+        layout,
+        seq_len=case.seq_len,
+        num_micro_batches=run.num_micro_batches,
+        assumptions=replace(OURS, gpus_per_node=run.gpus_per_node),
+    )
     told: dict[str, Any] = {
         "stages": list(stages),
         "check": [told_memory(rank_memory(run, rank, expandable=case.expandable, one_gpu=alone)) for rank in ranks],
