@@ -31,6 +31,7 @@ from triweave.dryrun.memory import rank_memory
 from triweave.errors import InputError
 from triweave.layout import Coordinates, Layout, even_layers
 from triweave.model_spec import ModelSpec
+from triweave.planner.assumptions import OURS
 from triweave.planner.memory import predict_memory
 from triweave.rules import layout_problems
 
@@ -99,7 +100,11 @@ def against_planner(count: int, seed: int) -> list[dict[str, Any]]:
         layout = run.layout
         pp = layout.coordinates(rank).pp
         planned = predict_memory(
-            run.spec, layout, seq_len=run.run.data.seq_len, num_micro_batches=run.num_micro_batches
+            run.spec,
+            layout,
+            seq_len=run.run.data.seq_len,
+            num_micro_batches=run.num_micro_batches,
+            assumptions=replace(OURS, gpus_per_node=run.gpus_per_node),
         )[pp]
         found = rank_memory(run, rank)
         words = [

@@ -45,6 +45,9 @@ def test_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     for rank in answer["ranks"]:
         assert sum(rank["components"].values()) == pytest.approx(rank["peak_gib"])
         assert rank["peak_gib"] <= rank["reserved_gib"] < rank["used_gib"]
+        assert rank["used_gib"] == pytest.approx(rank["reserved_gib"] + sum(rank["beside_gib"].values()))
+        assert set(rank["beside_gib"]) == {"CUDA context", "NCCL", "copies between ranks"}
+        assert rank["components"]["workspace"] > 0
         assert rank["at"]
 
 
@@ -90,6 +93,39 @@ def test_on_gpu_without_one(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     """Where there is no GPU, --on-gpu is an input error; so is a rank outside the grid."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert code_of("--on-gpu", "--rank", "0") == 2
-    assert "--on-gpu: needs a GPU" in capsys.readouterr().err
+    assert "--device = cuda: needs a GPU that torch can use" in capsys.readouterr().err
+    assert code_of("--on-gpu", "--device", "cuda:1") == 2
+    assert "--device = cuda:1: needs a GPU" in capsys.readouterr().err
+    assert code_of("--on-gpu", "--device", "gpu") == 2
+    assert "--device = gpu: must be cuda, cuda:N or cpu" in capsys.readouterr().err
+    assert code_of("--device", "cpu") == 2
+    assert "--device = cpu: is where --on-gpu runs" in capsys.readouterr().err
     assert code_of("--on-gpu", "--rank", "8") == 2
     assert "--rank = 8: is outside the grid" in capsys.readouterr().err
+
+
+def test_fixed_segments_reserve_more(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without expandable segments the same tensors take more from the driver; what is allocated is the same."""
+    found = {}
+    for words in ((), ("--fixed-segments",)):
+        assert code_of("--ranks", "first", "--json", *words) == 0
+        found[words] = json.loads(capsys.readouterr().out)
+    (expandable,), (fixed,) = (answer["ranks"] for answer in found.values())
+    assert fixed["peak_gib"] == expandable["peak_gib"]
+    assert fixed["reserved_gib"] != expandable["reserved_gib"]
+    assert {answer["allocator"].partition(" ")[0] for answer in found.values()} == {"expandable", "fixed"}
+
+
+def test_a_rehearsal_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--device cpu` runs the ranks here: times of every action and the grid's step; no memory is measured."""
+    assert code_of("--on-gpu", "--device", "cpu", "--ranks", "first,last", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [sorted(rank["actions_s"]) for rank in told["ranks"]] == [["B0", "F0"], ["B1", "F1"]]
+    assert all(rank["peak_gib"] is None and rank["expected_peak_gib"] > 0 for rank in told["ranks"])
+    longest = max(sum(rank["actions_s"].values()) for rank in told["ranks"])
+    assert told["grid"]["step_s"] >= 4 * longest
+    assert told["grid"]["from"] == "the actions of ranks 0, 4"
+    assert code_of("--on-gpu", "--device", "cpu", "--rank", "5") == 0
+    out = capsys.readouterr().out
+    assert "rank 5 (stage 1) on cpu" in out
+    assert "as if every stage took as long" in out

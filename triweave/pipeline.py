@@ -72,6 +72,8 @@ class Pipeline:
         self.end_backward = end_backward
         self.before_action: Callable[[Action | None], None] = lambda action: None
         """Told of each action before it computes, and of None after the last one: for who measures."""
+        self.after_action: Callable[[Action], None] = lambda action: None
+        """Told of each action when it has computed, before the next one's message is waited for."""
 
     def train(self, schedule: PipelineSchedule, inputs: Sequence[StageInput], loss: Loss, loss_scale: float) -> Tensor:
         """Forward and backward of every micro-batch; gradients of `loss_scale x loss` are added to the sums.
@@ -124,6 +126,7 @@ class _Execution:
             received = self.take(message)
             self.pipeline.before_action(action)
             self.do(action, received)
+            self.pipeline.after_action(action)
         self.pipeline.before_action(None)
         for _, work in self.outgoing:
             work.wait()

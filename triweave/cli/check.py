@@ -9,7 +9,7 @@ from pathlib import Path
 from triweave.cli.options import Json, Overrides
 from triweave.config.load import load_run
 from triweave.config.validate import ResolvedRun, validate
-from triweave.errors import InputError
+from triweave.errors import InputError, Problem
 
 
 def check(
@@ -17,8 +17,10 @@ def check(
     /,
     *overrides: Overrides,
     ranks: str = "first,middle,last",
+    fixed_segments: bool = False,
     on_gpu: bool = False,
-    rank: int = 0,
+    rank: int | None = None,
+    device: str | None = None,
     json: Json = False,
 ) -> int:
     """Run the real training step of some ranks with no GPU: peak memory, what it is made of, and where it peaks.
@@ -33,19 +35,29 @@ def check(
         run_file: The run file.
         overrides: Keys of the run file with new values.
         ranks: first, middle, last (of the pipeline), all (one of each stage), or numbers with commas between.
-        on_gpu: Run `--rank` for real on this machine's first GPU, made as small as the cluster's: measured peak, time
-            of each action. The other ranks are not there, collectives are local copies.
-        rank: The rank for --on-gpu.
+        fixed_segments: The caching allocator as it is without PYTORCH_ALLOC_CONF=expandable_segments:True.
+        on_gpu: Run the ranks for real, one after the other, on one GPU made as small as the cluster's: measured peak,
+            time of each action, and the step of the whole grid from them. The other ranks are not there, collectives
+            are local copies.
+        rank: One rank, in place of --ranks.
+        device: The GPU of --on-gpu: cuda, cuda:N; cpu rehearses it.
         json: Print one JSON document.
     """
     resolved = validate(load_run(run_file, overrides), dry=True)
+    if device is not None and not on_gpu:
+        raise InputError(Problem("--device", device, "is where --on-gpu runs, which was not given"))
 
     # Only now torch: input errors are told at once.
     from triweave.dryrun import check as dryrun
 
+    chosen = dryrun.chosen_ranks(ranks, resolved.layout)
+    if rank is not None:
+        if not 0 <= rank < resolved.layout.world_size:
+            raise InputError(dryrun.outside_grid("--rank", rank, resolved.layout))
+        chosen = (rank,)
     if on_gpu:
-        return _on_gpu(resolved, rank, json=json)
-    checked = dryrun.check(resolved, dryrun.chosen_ranks(ranks, resolved.layout), _progress)
+        return _on_gpu(resolved, chosen, device or "cuda", expandable=not fixed_segments, json=json)
+    checked = dryrun.check(resolved, chosen, _progress, expandable=not fixed_segments)
     if json:
         print(json_module.dumps(dryrun.to_json(checked)))
     else:
@@ -53,18 +65,14 @@ def check(
     return 0 if checked.all_fit else 1
 
 
-def _on_gpu(resolved: ResolvedRun, rank: int, *, json: bool) -> int:
-    from triweave.dryrun.check import outside_grid
-    from triweave.dryrun.on_gpu import answer
+def _on_gpu(resolved: ResolvedRun, ranks: tuple[int, ...], device: str, *, expandable: bool, json: bool) -> int:
+    from triweave.dryrun.on_gpu_answer import answer, device_of, to_text
 
-    if not 0 <= rank < resolved.layout.world_size:
-        raise InputError(outside_grid("--rank", rank, resolved.layout))
-    told = answer(resolved, rank)
+    told = answer(resolved, ranks, device_of(device), expandable=expandable)
     if json:
         print(json_module.dumps(told))
     else:
-        for name, value in told.items():
-            print(f"{name:18} {value:.4g}" if isinstance(value, float) else f"{name:18} {value}")
+        print("\n".join(to_text(told, resolved.num_micro_batches)))
     return 0 if told["fits"] else 1
 
 

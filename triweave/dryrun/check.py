@@ -11,8 +11,13 @@ from triweave.config.validate import ResolvedRun
 from triweave.dryrun.memory import RankMemory, rank_memory
 from triweave.errors import InputError, Problem, closest
 from triweave.layout import Coordinates, Layout
+from triweave.planner.forecast import run_identity
 
 _WORDS = ("first", "middle", "last", "all")
+_ALLOCATORS = {
+    True: "expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True)",
+    False: "fixed segments (PyTorch's default)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,8 @@ class Checked:
     ranks: tuple[RankMemory, ...]
     capacity_bytes: int | None
     """What the driver gives to programs; None where the run names no GPU."""
+    expandable: bool = True
+    """Whether the caching allocator has expandable segments."""
 
     def fits(self, one: RankMemory) -> bool:
         """Whether a rank fits on its card."""
@@ -34,14 +41,25 @@ class Checked:
         return all(self.fits(one) for one in self.ranks)
 
 
-def check(resolved: ResolvedRun, ranks: Sequence[int], progress: Callable[[int], None] = lambda rank: None) -> Checked:
+def check(
+    resolved: ResolvedRun,
+    ranks: Sequence[int],
+    progress: Callable[[int], None] = lambda rank: None,
+    *,
+    expandable: bool = True,
+) -> Checked:
     """Play each of `ranks` in turn."""
     found = []
     for rank in ranks:
         progress(rank)
-        found.append(rank_memory(resolved, rank))
+        found.append(rank_memory(resolved, rank, expandable=expandable))
+    return Checked(resolved, tuple(found), capacity_of(resolved), expandable)
+
+
+def capacity_of(resolved: ResolvedRun) -> int | None:
+    """What the driver gives to programs on a card of the run's cluster; None where it names no GPU."""
     gpu = resolved.cluster.gpu if resolved.cluster else None
-    return Checked(resolved, tuple(found), gpu.usable_bytes if gpu and gpu.usable_bytes else None)
+    return gpu.usable_bytes if gpu and gpu.usable_bytes else None
 
 
 def chosen_ranks(words: str, layout: Layout) -> tuple[int, ...]:
@@ -86,6 +104,8 @@ def to_json(checked: Checked) -> dict[str, Any]:
         "fits": checked.all_fit,
         "capacity_gib": None if checked.capacity_bytes is None else checked.capacity_bytes / GIB,
         "micro_batches": checked.resolved.num_micro_batches,
+        "allocator": _ALLOCATORS[checked.expandable],
+        "run": run_identity(checked.resolved),
     }
 
 
@@ -97,11 +117,21 @@ def _rank_json(one: RankMemory, checked: Checked) -> dict[str, Any]:
         "peak_gib": one.peak_bytes / GIB,
         "reserved_gib": one.reserved_bytes / GIB,
         "used_gib": one.used_bytes / GIB,
+        "beside_gib": {name: size / GIB for name, size in _beside(one)},
         "fits": checked.fits(one),
         "at": one.at,
         "components": {name: size / GIB for name, size in _largest_first(one)},
         "micro_batches_run": one.micro_batches,
     }
+
+
+def _beside(one: RankMemory) -> list[tuple[str, int]]:
+    """What makes up the used memory beside what is reserved."""
+    return [
+        ("CUDA context", one.context_bytes),
+        ("NCCL", one.nccl_bytes),
+        ("copies between ranks", one.peer_bytes),
+    ]
 
 
 def _largest_first(one: RankMemory) -> list[tuple[str, int]]:
@@ -118,7 +148,9 @@ def to_text(checked: Checked) -> Iterator[str]:
             f"rank {one.rank} (stage {layout.coordinates(one.rank).pp}): allocated {one.peak_bytes / GIB:.2f} GiB, "
             f"reserved {one.reserved_bytes / GIB:.2f}, used on the card {one.used_bytes / GIB:.2f}{held} GiB{verdict}"
         )
-        yield f"  peak at {one.at}"
+        beside = ", ".join(f"{name} {size / GIB:.2f}" for name, size in _beside(one) if size)
+        yield f"  used: reserved {one.reserved_bytes / GIB:.2f}, {beside} GiB; {_ALLOCATORS[checked.expandable]}"
+        yield f"  allocated: peak at {one.at}"
         for name, size in _largest_first(one):
             yield f"    {size / GIB:8.3f} GiB  {name}"
         if one.micro_batches < checked.resolved.num_micro_batches:

@@ -44,9 +44,11 @@ class RankMemory:
     peak_bytes: int
     """The most that tensors take at once: `torch.cuda.max_memory_allocated()`."""
     reserved_bytes: int
-    """What the caching allocator takes from the driver for them, with expandable segments."""
+    """What the caching allocator takes from the driver for them: `torch.cuda.max_memory_reserved()`."""
     context_bytes: int
+    """The CUDA context with PyTorch's kernels. cuBLAS's workspaces are tensors of the caching allocator's."""
     nccl_bytes: int
+    """NCCL's buffers, which torch's allocator does not know."""
     peer_bytes: int
     """What copies between GPUs of one host take beside the tensors."""
     components: Mapping[str, int]

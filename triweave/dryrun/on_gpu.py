@@ -11,22 +11,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import torch
 
-from triweave.cluster import GIB, peak_flops_of
 from triweave.config.validate import ResolvedRun
 from triweave.dryrun.batch import make_batch
-from triweave.dryrun.clock import Clock
 from triweave.dryrun.lone_rank import lone_rank
-from triweave.dryrun.memory import rank_memory
-from triweave.errors import InputError, Problem
 from triweave.model_spec import ModelSpec
 from triweave.schedule.actions import Action, Kind
 from triweave.schedule.build import build_schedule
 from triweave.schedule.simulate import Timeline, simulate
 from triweave.sharding import Unit, filling
+from triweave.training.clock import Clock
 from triweave.training.engine import build_engine
 from triweave.training.step import train_step
 
@@ -94,40 +90,11 @@ def measure_rank(
         return OutOfMemory(rank, clock.at, allocated, message)
 
 
-def answer(resolved: ResolvedRun, rank: int, micro_batches: int = 8) -> dict[str, Any]:
-    """What `triweave check --on-gpu` says of a rank, beside what the check without a GPU says.
-
-    Raises:
-        InputError: there is no GPU.
-    """
-    if not torch.cuda.is_available():
-        raise InputError(Problem("--on-gpu", None, "needs a GPU that torch can use, and this machine has none"))
-    device = torch.device("cuda", 0)
-    short = fewer_micro_batches(resolved, max(micro_batches, resolved.layout.pp))
-    expected = rank_memory(short, rank, one_gpu=True)
-    cap = resolved.cluster.gpu.usable_bytes if resolved.cluster else 0
-    found = measure_rank(short, rank, device, cap_bytes=cap or None)
-    told: dict[str, Any] = {"rank": rank, "expected_peak_gib": expected.peak_bytes / GIB, "fits": True}
-    if isinstance(found, OutOfMemory):
-        return {**told, "fits": False, "out_of_memory": found.message, "at": found.at}
-    peak_flops = peak_flops_of(torch.cuda.get_device_name(device))
-    return {
-        **told,
-        "peak_gib": found.peak_allocated / GIB,
-        "reserved_gib": found.peak_reserved / GIB,
-        "micro_batches_run": found.micro_batches,
-        "actions_s": {f"{kind.value}{stage}": seconds for (kind, stage), seconds in found.actions.items()},
-        "rest_s": found.rest_s,
-        "mfu_causal": mfu_of(resolved, found.actions, peak_flops, causal=True) if peak_flops else None,
-        "mfu_full": mfu_of(resolved, found.actions, peak_flops, causal=False) if peak_flops else None,
-    }
-
-
 def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Clock, steps: int) -> Measured:
     with lone_rank(rank, resolved.layout.world_size):
         clock.at = "building the model"
         engine = build_engine(resolved, device, lambda units: fill_on_device(units, resolved.spec))
-        engine.pipeline.before_action = clock.mark
+        clock.follow(engine.pipeline)
         batch = make_batch(resolved, device, engine.tp.rank)
         optimizer = resolved.run.optimizer
         times: list[float] = []
@@ -140,9 +107,9 @@ def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Cloc
             if step < WARM_UP:
                 continue
             times.append(whole)
-            rests.append(whole - sum(seconds for _, seconds in actions))
-            for action, seconds in actions:
-                spans[action.kind, action.stage].append(seconds)
+            rests.append(whole - (actions[-1].end_s - actions[0].start_s))
+            for span in actions:
+                spans[span.action.kind, span.action.stage].append(span.duration_s)
         cuda = device.type == "cuda"
         return Measured(
             rank=rank,

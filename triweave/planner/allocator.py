@@ -7,7 +7,8 @@ or 1 MiB (large) would be left; neighbours are joined when both are free. When t
 are given back and the request is tried once more.
 
 With expandable segments a pool is one segment that grows at its end, by pages of 2 MiB (small) or 20 MiB (large), and
-every block is split.
+every block is split. Its free end counts as large as the segment can grow, so that a larger free block inside is taken
+before it (`get_free_block`).
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ class CachingAllocator:
         place = bisect_left(pool, (size, -1))
         if place == len(pool):
             return None
+        if self.expandable and pool[place][2] is self._ends.get(small) and place + 1 < len(pool):
+            place += 1
         block = pool.pop(place)[2]
         block.free = False
         return block

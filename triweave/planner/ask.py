@@ -15,6 +15,7 @@ from triweave.config.cluster_file import cluster_of
 from triweave.errors import InputError, Problem
 from triweave.layout import Layout, even_layers
 from triweave.model_spec import ModelSpec, spec_from_folder
+from triweave.planner.assumptions import OURS
 from triweave.planner.profile import Profile
 from triweave.planner.profile_machine import machine_from_profile, profile_of
 from triweave.planner.request import Request, legal_problems, price
@@ -71,6 +72,7 @@ def make_request(
         seq_len,
         global_batch,
         tp_across_nodes=tp_across_nodes,
+        assumptions=replace(OURS, gpus_per_node=machines.gpus_per_node),
         profile=measured,
         on=on,
     )

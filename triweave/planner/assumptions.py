@@ -20,6 +20,9 @@ class Assumptions:
 
     bookkeeping: Literal["ours", "megatron"] = "ours"
     """Whose tensors are followed: this package's trainer, or Megatron-Core's layers."""
+    gpus_per_node: int | None = None
+    """Ours: GPUs of a host, whose memory ranks may copy from; groups that span hosts do without and need no room for
+    it. None is one host of all ranks."""
     gradient_bytes: int = 4
     """Bytes of one element of the gradient sums: 4 in float32, 2 where they are summed in bf16."""
     gradients_of_autograd: bool = False

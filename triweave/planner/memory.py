@@ -308,7 +308,7 @@ def _standing_bytes(
         neighbours = 1 if rank in (0, layout.pp - 1) and layout.vpp == 1 else 2
         standing["p2p buffers"] = (1 + neighbours + waiting) * s.slice
     if a.bookkeeping == "ours":
-        standing["copies between ranks"] = _shared_beside(layout, units, s)
+        standing["copies between ranks"] = _shared_beside(layout, units, s, a.gpus_per_node)
     if a.weight_gradient_cache:
         standing["weight gradient cache"] = weight_gradient_cache(spec, layout, units, dtype)
     if a.bookkeeping == "megatron" and head and s.sequence_parallel and a.loss != "gathered":
@@ -322,14 +322,14 @@ def _standing_bytes(
     return {name: size for name, size in standing.items() if size}
 
 
-def _shared_beside(layout: Layout, units: list[ParameterUnit], s: Sizes) -> int:
+def _shared_beside(layout: Layout, units: list[ParameterUnit], s: Sizes, gpus_per_node: int | None) -> int:
     """What copies by the GPUs of one host take beside the tensors: flags, and slices and parts under way.
 
-    Groups that span hosts, or runs that switch the copies off, do without: for them this is too much by as much.
+    Runs that switch the copies off do without: for them this is too much by as much.
     """
-    total = exchange_bytes(layout.tp, s.slice) if layout.uses_sequence_parallel else 0
-    dp = data_parallel_size(layout)
-    return total + beside_bytes(layout.shard, flat_sizes(units, dp), dp)
+    dp, host = data_parallel_size(layout), gpus_per_node or layout.world_size
+    total = exchange_bytes(layout.tp, s.slice) if layout.uses_sequence_parallel and layout.tp <= host else 0
+    return total + (beside_bytes(layout.shard, flat_sizes(units, dp), dp) if layout.tp * dp <= host else 0)
 
 
 def _held(moment: Moment, tapes: Mapping[int, StageTapes]) -> list[tuple[Mapping[str, int], int]]:

@@ -89,10 +89,15 @@ class StageTapes:
         for index, (block, times, name) in enumerate(blocks):
             earlier = [(self.shared, 1), *((other.kept, count) for other, count, _ in blocks[:index])]
             later = [(other.put_off, count) for other, count, _ in blocks[index + 1 :]]
+            variants = (block, *self.layers_before) if block is self.layer else (block,)
             if kind is Kind.FORWARD:
-                peaks.append(_peak(block.forward, [*earlier, (block.kept, times - 1)], f"forward of {name}"))
+                for behind, one in enumerate(variants):
+                    # Below the last layer an earlier backward's gradients may still be in flight.
+                    if behind == 0 or one is not block:
+                        held = [*earlier, (block.kept, times - 1 - behind)]
+                        peaks.append(_peak(one.forward, held, f"forward of {name}"))
             elif kind is Kind.BACKWARD:
-                for behind, one in enumerate((block, *self.layers_before) if block is self.layer else (block,)):
+                for behind, one in enumerate(variants):
                     held = [*earlier, (block.kept, times - 1 - behind)]
                     peaks.append(_peak(one.backward, held, f"backward of {name}"))
             elif kind is Kind.BACKWARD_INPUT:

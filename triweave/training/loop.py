@@ -23,6 +23,7 @@ from triweave.training.checkpoints import RunProgress, checkpoints, load_checkpo
 from triweave.training.console import Console, closing, opening
 from triweave.training.engine import DTYPES, Engine, build_engine
 from triweave.training.export import export_hugging_face
+from triweave.training.foretold import Foretold
 from triweave.training.learning_rate import learning_rate
 from triweave.training.metrics import (
     JsonLines,
@@ -92,8 +93,11 @@ class _Training:
                 loss = self.validate(self.held_out)
                 console.say(f"held out  loss {loss:.4f} before step {done + 1}")
                 self.record_validation(done, loss)
+            foretold = Foretold(self.resolved, self.engine, self.folder, speaks=self.first)
             for step in range(done, self.num_steps):
+                foretold.before(step - done + 1)
                 metrics = self.step(step)
+                console.say(*foretold.after(step - done + 1))
                 spent += metrics.step_s
                 for sink in sinks:
                     sink.write(metrics)
