@@ -49,6 +49,7 @@ from triweave.verify.run import write_references
 LAYOUTS = {
     "tp2": LayoutConfig(tp=2),
     "tp2 no sequence parallel": LayoutConfig(tp=2, sequence_parallel=False),
+    "tp2 keep gathered": LayoutConfig(tp=2, keep_gathered=True),
     "tp2 recompute layer": LayoutConfig(tp=2, recompute=("layer",)),
     "tp2 recompute norm swiglu": LayoutConfig(tp=2, recompute=("norm", "swiglu")),
     "pp2 gpipe": LayoutConfig(pp=2, schedule="gpipe"),
