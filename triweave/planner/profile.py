@@ -44,14 +44,12 @@ Operation = Literal[
     "loss backward",
     "lookup",
     "lookup backward",
-    "cast",
     "add",
     "norm of gradients",
     "adamw",
     "copy",
     "fp8 amax",
     "fp8 cast",
-    "fp8 sum",
 ]
 """What this package's layers and optimizer do between products, kernel by kernel; `time_trainer` says what each moves.
 `layer norms` are the two norms of a layer with its two additions."""
@@ -144,6 +142,10 @@ class Profile:
     max_sm_clock_mhz: float | None = None
     sustained_sm_clock_mhz: float | None = None
     """Read while the last products ran."""
+    burst_tflops: float | None = None
+    """Of one large product on a card that was idle before, beside what it keeps up."""
+    back_to_back_tflops: float | None = None
+    """Of the same product again and again for seconds, and nothing else; `matmul` has it in a step's mixture."""
     parts: tuple[str, ...] = ()
     """What of `triweave probe` was measured to its end; the rest it measures when it is run again."""
     matmul: tuple[MatmulTable, ...] = ()
