@@ -9,9 +9,11 @@ from triweave.planner.machine import Curve
 from triweave.planner.time_actions import ActionCosts, replica_shape, shard_shape
 from triweave.planner.time_collectives import GroupShape, all_reduce_s, overlapped_s, reduce_scatter_s
 from triweave.planner.time_parts import Place
+from triweave.planner.time_stack import Measured
 
 _TOKEN_BYTES = 32
 """Token, target, position and document of one token, int64 each."""
+_WEIGHT_CASTS = (Measured("fp8 amax", 2), Measured("fp8 cast", 6))
 _UNIT_LAUNCHES = 10
 """Kernels of a unit after its last backward: its norm, two updates, the weights on their way."""
 
@@ -76,6 +78,10 @@ def _optimizer_s(costs: ActionCosts, layout: Layout, rank: int, parameters: floa
     whole = layout.shard in ("none", "optimizer")
     zeroed = 4 * (parameters if whole else shard) if place.stack.zeroes or not whole else 0.0
     seconds = place.passes(shard, place.stack.optimizer, place.stack.optimizer_measured)
+    if place.stack.own and place.precision == "fp8":
+        # Weights change once a step: the largest magnitude, then either order in memory.
+        layers = sum(layout.layers[stage] for stage in layout.stages_of(rank))
+        seconds += place.passes(layers * place.decoder.layer_parameters / place.tp.ranks, 8, _WEIGHT_CASTS)
     if place.trainer is not None and place.trainer.launch_s is not None:
         units = sum(layout.layers[stage] for stage in layout.stages_of(rank)) + 3
         seconds = max(seconds, _UNIT_LAUNCHES * units * place.trainer.launch_s)
