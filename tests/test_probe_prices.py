@@ -60,7 +60,7 @@ def measured() -> Profile:
             CopyCurve("slice", 2, slices),
             *(CopyCurve(what, 2, buffers) for what in ("gather", "reduce_scatter", "all_reduce")),
         ),
-        slowdowns=(Slowdown("copies", 0.3), Slowdown("collectives", 0.45)),
+        slowdowns=(Slowdown("copies", 0.3), Slowdown("buffers", 0.4), Slowdown("collectives", 0.45)),
         layers=((1, 1, SEQ, 4096, 14336, 32, 8, 128, 7e-3, 14e-3, 1e-3, 2e-3),),
         launch_seconds=5e-6,
     )
@@ -214,7 +214,8 @@ CASES = [
     ("copies", lambda one: one.what == "gather", DP, "bf16"),
     ("copies", lambda one: one.what == "reduce_scatter", DP, "bf16"),
     ("copies", lambda one: one.what == "all_reduce", Layout(dp=2, shard="none"), "bf16"),
-    ("slowdowns", lambda one: one.beside == "copies", DP, "bf16"),
+    ("slowdowns", lambda one: one.beside == "copies", TP, "bf16"),
+    ("slowdowns", lambda one: one.beside == "buffers", DP, "bf16"),
     ("slowdowns", lambda one: one.beside == "collectives", FULL, "bf16"),
     ("launch_seconds", None, DP, "bf16"),
 ]

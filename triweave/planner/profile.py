@@ -55,7 +55,8 @@ Operation = Literal[
 `layer norms` are the two norms of a layer with its two additions."""
 Copied = Literal["slice", "gather", "reduce_scatter", "all_reduce"]
 """What copy engines carry: one slice from a peer, or flat buffers of all ranks."""
-Beside = Literal["copies", "collectives"]
+Beside = Literal["copies", "buffers", "collectives"]
+"""Slices by copy engines; gradient sums by copy engines, with the additions; NCCL's kernels."""
 
 
 @dataclass(frozen=True, slots=True)
