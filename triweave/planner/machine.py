@@ -85,7 +85,7 @@ class Trainer:
     copies: Mapping[tuple[str, int], Curve] = field(default_factory=lambda: MappingProxyType({}))
     """What copy engines carry (`profile.Copied`) by ranks."""
     slowdowns: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """What products lose beside `copies` or `collectives`, as a share of the time that these take."""
+    """What products lose beside what moves data (`profile.Beside`), as a share of the time that this takes."""
     layer_host_s: Mapping[int, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
     """What the host needs to issue a layer's forward and backward, by tensor-parallel ranks."""
     layer_ratios: Mapping[int, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))

@@ -44,20 +44,19 @@ Operation = Literal[
     "loss backward",
     "lookup",
     "lookup backward",
-    "cast",
     "add",
     "norm of gradients",
     "adamw",
     "copy",
     "fp8 amax",
     "fp8 cast",
-    "fp8 sum",
 ]
 """What this package's layers and optimizer do between products, kernel by kernel; `time_trainer` says what each moves.
 `layer norms` are the two norms of a layer with its two additions."""
 Copied = Literal["slice", "gather", "reduce_scatter", "all_reduce"]
 """What copy engines carry: one slice from a peer, or flat buffers of all ranks."""
-Beside = Literal["copies", "collectives"]
+Beside = Literal["copies", "buffers", "collectives"]
+"""Slices by copy engines; gradient sums by copy engines, with the additions; NCCL's kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +143,10 @@ class Profile:
     max_sm_clock_mhz: float | None = None
     sustained_sm_clock_mhz: float | None = None
     """Read while the last products ran."""
+    burst_tflops: float | None = None
+    """Of one large product on a card that was idle before, beside what it keeps up."""
+    back_to_back_tflops: float | None = None
+    """Of the same product again and again for seconds, and nothing else; `matmul` has it in a step's mixture."""
     parts: tuple[str, ...] = ()
     """What of `triweave probe` was measured to its end; the rest it measures when it is run again."""
     matmul: tuple[MatmulTable, ...] = ()

@@ -9,9 +9,11 @@ from triweave.planner.machine import Curve
 from triweave.planner.time_actions import ActionCosts, replica_shape, shard_shape
 from triweave.planner.time_collectives import GroupShape, all_reduce_s, overlapped_s, reduce_scatter_s
 from triweave.planner.time_parts import Place
+from triweave.planner.time_stack import Measured
 
 _TOKEN_BYTES = 32
 """Token, target, position and document of one token, int64 each."""
+_WEIGHT_CASTS = (Measured("fp8 amax", 2), Measured("fp8 cast", 6))
 _UNIT_LAUNCHES = 10
 """Kernels of a unit after its last backward: its norm, two updates, the weights on their way."""
 
@@ -75,7 +77,12 @@ def _optimizer_s(costs: ActionCosts, layout: Layout, rank: int, parameters: floa
     place = costs.place
     whole = layout.shard in ("none", "optimizer")
     zeroed = 4 * (parameters if whole else shard) if place.stack.zeroes or not whole else 0.0
-    seconds = place.passes(shard, place.stack.optimizer, place.stack.optimizer_measured)
+    # A stack's efficiency is of its layers, and was fitted without the optimizer.
+    seconds = place.stack.efficiency * place.passes(shard, place.stack.optimizer, place.stack.optimizer_measured)
+    if place.stack.own and place.precision == "fp8":
+        # Weights change once a step: the largest magnitude, then either order in memory.
+        layers = sum(layout.layers[stage] for stage in layout.stages_of(rank))
+        seconds += place.passes(layers * place.decoder.layer_parameters / place.tp.ranks, 8, _WEIGHT_CASTS)
     if place.trainer is not None and place.trainer.launch_s is not None:
         units = sum(layout.layers[stage] for stage in layout.stages_of(rank)) + 3
         seconds = max(seconds, _UNIT_LAUNCHES * units * place.trainer.launch_s)
@@ -96,8 +103,8 @@ def _by_copy_engines_s(costs: ActionCosts, layout: Layout, rank: int, group: Gro
         return 0.0
     sums = [reduce(4.0 * unit) for unit in units]
     weights = [gather(2.0 * unit) for unit in units] if layout.shard == "optimizer" else [0.0]
-    slowdown = place.slowdown("copies")
-    exposed = overlapped_s(sum(sums[1:]), 2 / 3 * room, slowdown) + overlapped_s(sum(weights[1:]), room / 3, slowdown)
+    exposed = overlapped_s(sum(sums[1:]), 2 / 3 * room, place.slowdown("buffers"))
+    exposed += overlapped_s(sum(weights[1:]), room / 3, place.slowdown("copies"))
     return sums[0] + weights[0] + exposed
 
 

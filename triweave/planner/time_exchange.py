@@ -83,7 +83,9 @@ def _pieces(place: Place, other: int) -> int:
 def _slice_curve(place: Place) -> Curve | None:
     if place.trainer is None or place.tp.nodes > 1:
         return None
-    return place.trainer.copies.get(("slice", place.tp.ranks))
+    measured = {ranks: curve for (what, ranks), curve in place.trainer.copies.items() if what == "slice"}
+    # Slices come from one peer at a time: a group that was not measured pulls as the largest that was.
+    return measured.get(place.tp.ranks, measured[max(measured)]) if measured else None
 
 
 def _pulls_s(place: Place) -> float:

@@ -36,10 +36,10 @@ def layer_work(place: Place) -> Work:
     if place.trainer is not None:
         ahead, back = place.trainer.layer_ratios.get(place.tp.ranks) or place.trainer.layer_ratios.get(1, (1.0, 1.0))
         whole = Work(whole.forward.times(ahead), whole.backward_input.times(back), whole.backward_weight.times(back))
-    host_forward_s, host_backward_s = _host_s(place)
-    forward = whole.forward.at_least(host_forward_s)
-    backward_input = whole.backward_input.at_least(2 / 3 * host_backward_s)
-    backward_weight = whole.backward_weight.at_least(host_backward_s / 3)
+    host = _host_s(place)
+    forward = whole.forward.at_least(host[0])
+    backward_input = whole.backward_input.at_least(host[1])
+    backward_weight = whole.backward_weight.at_least(host[2])
     if "layer" in chosen:
         return Work(forward, backward_input, backward_weight, forward)
     repeated = [
@@ -59,13 +59,14 @@ def layer_work(place: Place) -> Work:
     return Work(forward, backward_input, backward_weight, add(*repeated))
 
 
-def _host_s(place: Place) -> tuple[float, float]:
-    """What the host needs to issue a layer's forward and backward, as measured where it was."""
+def _host_s(place: Place) -> Products:
+    """What the host needs to issue a layer's forward and the two halves of backward, as measured where it was."""
     if place.trainer is not None and place.tp.ranks in place.trainer.layer_host_s:
-        return place.trainer.layer_host_s[place.tp.ranks]
+        ahead, back = place.trainer.layer_host_s[place.tp.ranks]
+        return ahead, 2 / 3 * back, back / 3
     host = place.stack.host
     collectives = ((2 if place.tp.ranks > 1 else 0) + place.cp.ranks - 1) * host.collective
-    return host.forward + collectives, host.backward + 3 / 2 * collectives
+    return host.forward + collectives, 2 / 3 * host.backward + collectives, host.backward / 3
 
 
 def _attention(place: Place) -> _Half:

@@ -89,8 +89,8 @@ class Place:
         """What was measured of this package's trainer, if it is what runs."""
         return self.machine.trainer if self.stack.own else None
 
-    def slowdown(self, beside: Literal["copies", "collectives"]) -> float:
-        """What products lose beside copy engines or collectives, as a share of the time that these take."""
+    def slowdown(self, beside: Literal["copies", "buffers", "collectives"]) -> float:
+        """What products lose beside what moves data, as a share of the time that this takes."""
         known = self.trainer.slowdowns if self.trainer is not None else {}
         return known.get(beside, self.stack.slowdown)
 

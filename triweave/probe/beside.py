@@ -1,4 +1,4 @@
-"""What products lose while something moves data beside them: copy engines, and NCCL's kernels.
+"""What products lose while something moves data beside them: copy engines, additions of sums, NCCL's kernels.
 
 Alone and beside take turns, so that both are timed at the speed that the card keeps: timed one after the other, the
 first is at the speed of a cool card, and the difference is the power limit's.
@@ -16,13 +16,16 @@ from triweave.groups import Group
 from triweave.planner.profile import Slowdown
 from triweave.probe.copies import pull
 from triweave.probe.session import Mark, Session
-from triweave.transport.choose import choose_transport
+from triweave.sharing import part_numel
+from triweave.transport.choose import choose_memory, choose_transport
 from triweave.transport.copy_engine import CopyEngines
+from triweave.transport.shared_memory import SharedMemory
 
 MIB = 2**20
 TURNS = 12
 PRODUCTS = 12
 SLICE_BYTES = 32 * MIB
+BUFFERS, BUFFER_BYTES = 6, 256 * MIB
 REDUCED_BYTES = 128 * MIB
 """Such a collective takes about half as long as a product of eight billion parameters' layer."""
 
@@ -31,7 +34,7 @@ Side = Callable[[], tuple[Mark, Mark]]
 
 
 def measure_slowdowns(session: Session) -> tuple[Slowdown, ...]:
-    """Both, among all ranks of the largest group."""
+    """Everything that moves data in training, among all ranks of the largest group."""
     if not session.groups:
         return ()
     group = session.groups[max(session.groups)]
@@ -40,6 +43,9 @@ def measure_slowdowns(session: Session) -> tuple[Slowdown, ...]:
         transport = choose_transport("auto", group, True, session.device, SLICE_BYTES)
         if isinstance(transport, CopyEngines):
             found.append(Slowdown("copies", _lost(session, group, _copying(session, transport))))
+        buffers = _buffers(session, group)
+        if buffers is not None:
+            found.append(Slowdown("buffers", _lost(session, group, buffers)))
         found.append(Slowdown("collectives", _lost(session, group, _reducing(session, group))))
     return tuple(found)
 
@@ -82,6 +88,27 @@ def _copying(session: Session, transport: CopyEngines) -> Side:
         for _ in range(4 * PRODUCTS):
             pull(transport, here)
         return begin, session.mark(transport.stream)
+
+    return start
+
+
+def _buffers(session: Session, group: Group) -> Side | None:
+    """Gradient sums as `optimizer` reduces them; None where training would take collectives."""
+    numel = BUFFER_BYTES // 4
+    part = part_numel("optimizer", [numel], group.size)
+    memory = choose_memory("auto", group, session.device, [BUFFER_BYTES] * BUFFERS, part)
+    if not isinstance(memory, SharedMemory):
+        return None
+    buffers = [memory.buffer(numel, torch.float32) for _ in range(BUFFERS)]
+
+    def start() -> tuple[Mark, Mark]:
+        for buffer in buffers:
+            buffer.reclaim()
+        memory.copies.wait_stream(torch.cuda.current_stream())
+        begin = session.mark(memory.copies)
+        for buffer in buffers:
+            buffer.reduce_scatter()
+        return begin, session.mark(memory.sums)
 
     return start
 

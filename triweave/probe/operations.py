@@ -65,7 +65,6 @@ def _copies(session: Session, numel: int) -> Iterator[Timed]:
 
     yield Timed("copy", 4 * numel, Call("memory", partial(torch.clone, x)))
     yield Timed("add", 6 * numel, Call("memory", lambda: x + y))
-    yield Timed("cast", 6 * numel, Call("memory", lambda: y.copy_(wide)))
     yield Timed("norm of gradients", 4 * numel, Call("memory", norm))
 
 
@@ -205,12 +204,10 @@ def _fp8(session: Session, numel: int) -> Iterator[Timed]:
     amax = torch.full((), 5.0, device=session.device)
     if not uses_kernels(x):
         return
-    from triweave.kernels.fp8 import add_into, cast, largest_magnitude
+    from triweave.kernels.fp8 import cast, largest_magnitude
 
-    total = session.random(numel, dtype=torch.float32)
     yield Timed("fp8 amax", 2 * numel, Call("memory", partial(largest_magnitude, x)))
     yield Timed("fp8 cast", 4 * numel, Call("memory", partial(cast, x, amax, fp8.VALUES, rows=True, columns=True)))
-    yield Timed("fp8 sum", 10 * numel, Call("memory", partial(add_into, total, x.flatten())))
 
 
 _MAKERS = (_copies, _norms, _rotary, _swiglu, _ends, _optimizer, _fp8)

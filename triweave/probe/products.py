@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +19,8 @@ from triweave.probe.session import Session
 from triweave.probe.shapes import Product, products
 from triweave.probe.soak import Call, soak
 
+IDLE_S, STEADY_S = 2.0, 3.0
+
 
 def measure_products(session: Session) -> tuple[MatmulTable, ...]:
     """All products of the family in bf16."""
@@ -29,6 +32,29 @@ def measure_products(session: Session) -> tuple[MatmulTable, ...]:
     with torch.no_grad():
         seconds = soak(session, [_call(one, left, right, out, sums) for one in wanted], "products in bf16")
     return _tables("bf16", wanted, seconds)
+
+
+def measure_power(session: Session) -> tuple[float, float]:
+    """TFLOP/s of one large product on a card that was idle, and again and again."""
+    tokens, out, inner = (64, 128, 64) if session.small else (8192, 28672, 4096)
+    x, weight, y = session.random(tokens, inner), session.random(out, inner), session.random(tokens, out)
+    flops = 2e-12 * tokens * out * inner
+    product = partial(torch.mm, x, weight.t(), out=y)
+    product()
+    session.meet()
+    if not session.small:
+        time.sleep(IDLE_S)
+    burst_s = session.seconds(product, repeats=8)
+    count = 4 if session.small else round(STEADY_S / burst_s)
+    for _ in range(count // 2):
+        product()
+    begin = session.mark()
+    for _ in range(count - count // 2):
+        product()
+    end = session.mark()
+    session.wait()
+    (steady_s,) = session.worst([begin.until(end) / (count - count // 2)])
+    return round(flops / burst_s, 1), round(flops / steady_s, 1)
 
 
 def _call(one: Product, left: Pool, right: Pool, out: Pool, sums: Pool) -> Call:

@@ -28,7 +28,7 @@ from triweave.probe.identity import identify, sm_clock_mhz
 from triweave.probe.layers import measure_launch, measure_layers
 from triweave.probe.links import measure_collectives, measure_host_copies, measure_messages
 from triweave.probe.operations import measure_operations, memory_curve
-from triweave.probe.products import measure_fp8_products, measure_products
+from triweave.probe.products import measure_fp8_products, measure_power, measure_products
 from triweave.probe.session import Session, Tell, tell_nothing
 from triweave.probe.soak import Mixture
 from triweave.training.engine import FP8_CAPABILITY
@@ -68,11 +68,14 @@ class Options:
 
 
 def _products(session: Session) -> Found:
+    burst, steady = measure_power(session)
     tables = measure_products(session)
     if session.on_gpu:
         # As many as the queue holds, so that they still run when the driver answers.
         Mixture(session).issue(1.5)
-    return {"matmul": tables, "sustained_sm_clock_mhz": sm_clock_mhz(session.device)}
+    clock = sm_clock_mhz(session.device)
+    rates = {"burst_tflops": burst, "back_to_back_tflops": steady}
+    return {"matmul": tables, "sustained_sm_clock_mhz": clock, **rates}
 
 
 def _operations(session: Session) -> Found:

@@ -31,6 +31,12 @@ def _products(profile: Profile) -> Iterator[str]:
             f" {most:.1f} at best, of {len(rates)} shapes"
         )
 
+    if profile.burst_tflops and profile.back_to_back_tflops:
+        yield (
+            f"{'one large product':24} {profile.burst_tflops:8.1f} TFLOP/s when the card was idle before,"
+            f" {profile.back_to_back_tflops:.1f} back to back"
+        )
+
 
 def _attention(profile: Profile) -> Iterator[str]:
     for table in profile.attention:

@@ -1,0 +1,238 @@
+"""What a profile measured is what the planner charges: exact where it was measured, never shorter for more work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triweave.catalogue import find_model
+from triweave.cluster import parse_cluster
+from triweave.layout import Layout, even_layers
+from triweave.planner.machine import Curve, Machine
+from triweave.planner.profile import CopyCurve, MatmulTable, OperationCurve, Profile, Slowdown
+from triweave.planner.profile_layers import held_layers
+from triweave.planner.profile_machine import machine_from_profile, profile_of
+from triweave.planner.time_attention import attention_s
+from triweave.planner.time_matmul import Operands, Precision, matmul_s
+from triweave.planner.time_step import Breakdown, predict_step
+from triweave.probe.operations import sizes
+from triweave.probe.shapes import products, products_of
+
+TWO = parse_cluster("1x2xh200-141gb")
+MODEL = replace(find_model("llama-3.1-8b"), max_position_embeddings=8192)
+SEQ = 8192
+OPERATIONS = (
+    *("layer norms", "norm backward", "rotary", "rotary backward", "swiglu", "swiglu backward"),
+    *("loss", "loss backward", "lookup", "lookup backward", "add", "norm of gradients", "adamw", "copy"),
+    *("fp8 amax", "fp8 cast"),
+)
+
+
+def _table(precision: Precision, operands: Operands, rate: float) -> MatmulTable:
+    points = [one for one in products(small=False) if one.operands == operands]
+    return MatmulTable(precision, operands, tuple((*one[1:], 3e-6 + one.flops / rate) for one in points))
+
+
+@cache
+def measured() -> Profile:
+    """A profile with every table that a probe of two GPUs fills, at rates near those of H200."""
+    kinds: tuple[Operands, ...] = ("NT", "NN", "TN")
+    tables = [_table(precision, kind, rate) for precision, rate in (("bf16", 7e14), ("fp8", 12e14)) for kind in kinds]  # type: ignore[arg-type]
+    curves = tuple(
+        OperationCurve(name, tuple((4 * size, 2e-6 + 4 * size / 3.6e12) for size in sizes(small=False)))  # type: ignore[arg-type]
+        for name in OPERATIONS
+    )
+    slices = tuple((mib << 20, 4e-6 + (mib << 20) / 350e9) for mib in (8, 32, 128))
+    buffers = tuple((mib << 20, 1e-5 + (mib << 20) / 700e9) for mib in (16, 1024))
+    return replace(
+        profile_of("h200"),
+        matmul=tuple(tables),
+        operations=curves,
+        host_copy_bytes_seconds=((1 << 20, 3e-5), (1 << 30, 2e-2)),
+        copies=(
+            CopyCurve("slice", 2, slices),
+            *(CopyCurve(what, 2, buffers) for what in ("gather", "reduce_scatter", "all_reduce")),
+        ),
+        slowdowns=(Slowdown("copies", 0.3), Slowdown("buffers", 0.4), Slowdown("collectives", 0.45)),
+        layers=((1, 1, SEQ, 4096, 14336, 32, 8, 128, 7e-3, 14e-3, 1e-3, 2e-3),),
+        launch_seconds=5e-6,
+    )
+
+
+@cache
+def machine() -> Machine:
+    return machine_from_profile(measured(), TWO)
+
+
+def step(profile: Profile, layout: Layout, precision: Precision = "bf16", seq: int = SEQ) -> Breakdown:
+    """Where a step's seconds go by a profile."""
+    spec = replace(MODEL, num_hidden_layers=8)
+    whole = replace(layout, layers=even_layers(8, layout.num_stages))
+    on = machine_from_profile(profile, TWO)
+    return predict_step(spec, whole, TWO, seq_len=seq, global_batch=4, precision=precision, on=on).breakdown
+
+
+def test_products_are_charged_as_measured() -> None:
+    """Each product of each table costs exactly what was measured, in either precision and any order of operands."""
+    for table in measured().matmul:
+        for m, n, k, seconds in table.m_n_k_seconds:
+            assert matmul_s(machine(), m, n, k, table.precision, table.operands) == seconds
+
+
+@given(
+    st.sampled_from([(6144, 4096), (14336, 4096), (8192, 3584)]),
+    st.sampled_from(["NT", "NN", "TN"]),
+    st.lists(st.integers(256, 40000), min_size=2, max_size=8, unique=True),
+)
+def test_more_tokens_never_take_less(weight: tuple[int, int], operands: Operands, tokens: list[int]) -> None:
+    """For a weight that was measured, time grows with tokens: between its points, below the first, above the last."""
+    at = {"NT": 0, "NN": 1, "TN": 2}[operands]
+    times = []
+    for count in sorted(tokens):
+        _, m, n, k = products_of(count, *weight)[at]
+        times.append(matmul_s(machine(), m, n, k, "bf16", operands))
+    assert all(before <= after * (1 + 1e-9) for before, after in pairwise(times))
+
+
+@given(st.integers(9, 18), st.floats(0.01, 0.99))
+def test_between_two_points_time_is_between_theirs(log_tokens: int, share: float) -> None:
+    """A number of tokens between two measured ones costs no less than the smaller and no more than the larger."""
+    counts = (2048, 4096, 8192, 16384)
+    first = counts[log_tokens % 3]
+    tokens = round(first * 2**share)
+    low, here, high = (matmul_s(machine(), count, 6144, 4096, "bf16", "NT") for count in (first, tokens, 2 * first))
+    assert low <= here <= high
+
+
+def test_weights_that_were_not_measured_follow_their_neighbours() -> None:
+    """A weight a little wider than one that was measured runs at about its rate, whatever the model alone says."""
+    slow = replace(
+        measured(),
+        matmul=tuple(
+            replace(table, m_n_k_seconds=tuple((m, n, k, 3 * seconds) for m, n, k, seconds in table.m_n_k_seconds))
+            for table in measured().matmul
+        ),
+    )
+    for wide in (6400, 14848):
+        fast_s, slow_s = (
+            matmul_s(on, 8192, wide, 4096, "bf16", "NT") for on in (machine(), machine_from_profile(slow, TWO))
+        )
+        assert slow_s / fast_s == pytest.approx(3, rel=0.01)
+        assert 2 * 8192 * wide * 4096 / fast_s == pytest.approx(7e14, rel=0.1)
+
+
+def test_attention_is_charged_as_measured() -> None:
+    """Each shape costs what was measured, forward and backward; one between two shapes costs something between."""
+    (cudnn,) = [table for table in measured().attention if table.kernel == "cudnn"]
+    for batch, seq, heads, _, head_dim, *seconds in cudnn.shape_forward_backward_seconds:
+        assert attention_s(machine(), "cudnn", batch, seq, heads, head_dim) == pytest.approx(tuple(seconds))
+    shorter, between, longer = (attention_s(machine(), "cudnn", 1, seq, 16, 128) for seq in (4096, 6144, 8192))
+    assert all(a < b < c for a, b, c in zip(shorter, between, longer, strict=True))
+
+
+@given(st.lists(st.floats(1, 1e12), min_size=2, max_size=6, unique=True))
+def test_curves_are_exact_and_never_fall(sizes_bytes: list[float]) -> None:
+    """A curve gives its own points back, and more bytes never take less time."""
+    curve = Curve((1e4, 1e6, 1e9), (1e-5, 2e-5, 3e-3))
+    for size, seconds in zip(curve.bytes, curve.seconds, strict=True):
+        assert curve(size) == pytest.approx(seconds)
+    times = [curve(size) for size in sorted(sizes_bytes)]
+    assert all(before <= after * (1 + 1e-12) for before, after in pairwise(times))
+
+
+def test_whole_layers_cost_what_was_measured() -> None:
+    """The step charges a layer what the whole layer took, not the sum of its parts; and says how far these were off."""
+    (held,) = held_layers(measured(), machine())
+    assert held.priced == pytest.approx(held.measured)
+    (parts,) = held_layers(measured(), machine_from_profile(replace(measured(), layers=()), TWO))
+    assert parts.priced != pytest.approx(parts.measured, rel=1e-3)
+
+
+def _twice(points: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple((size, 2 * seconds) for size, seconds in points)
+
+
+def _doubled(key: str, which: Callable[[Any], bool] = lambda one: True) -> Profile:
+    """The profile with one of its tables, or some of its curves, taking twice as long."""
+    value = getattr(measured(), key)
+    changed: Any
+    if key.endswith("bytes_seconds"):
+        changed = _twice(value)
+    elif key == "matmul":
+        changed = tuple(
+            replace(one, m_n_k_seconds=tuple((*shape, 2 * seconds) for *shape, seconds in one.m_n_k_seconds))
+            if which(one)
+            else one
+            for one in value
+        )
+    elif key == "attention":
+        changed = tuple(
+            replace(
+                one,
+                shape_forward_backward_seconds=tuple(
+                    (*shape, 2 * ahead, 2 * back) for *shape, ahead, back in one.shape_forward_backward_seconds
+                ),
+            )
+            for one in value
+        )
+    elif key == "slowdowns":
+        changed = tuple(
+            replace(one, seconds_lost_per_second=2 * one.seconds_lost_per_second) if which(one) else one
+            for one in value
+        )
+    elif key == "launch_seconds":
+        changed = 1000 * value
+    else:
+        changed = tuple(replace(one, bytes_seconds=_twice(one.bytes_seconds)) if which(one) else one for one in value)
+    return replace(measured(), **{key: changed, "layers": ()})
+
+
+DP, TP, FULL = Layout(dp=2, shard="optimizer"), Layout(tp=2), Layout(dp=2, shard="full")
+CASES = [
+    ("matmul", lambda one: one.precision == "bf16" and one.operands == "NT", DP, "bf16"),
+    ("matmul", lambda one: one.precision == "bf16" and one.operands == "NN", DP, "bf16"),
+    ("matmul", lambda one: one.precision == "bf16" and one.operands == "TN", DP, "bf16"),
+    ("matmul", lambda one: one.precision == "fp8", DP, "fp8"),
+    ("attention", None, DP, "bf16"),
+    *(("operations", name, TP if name in ("add", "copy") else DP, "bf16") for name in OPERATIONS[:14]),
+    ("operations", "fp8 amax", DP, "fp8"),
+    ("operations", "fp8 cast", DP, "fp8"),
+    ("memory_bytes_seconds", None, FULL, "bf16"),
+    ("host_copy_bytes_seconds", None, DP, "bf16"),
+    ("collectives", lambda one: one.kind == "all_gather", FULL, "bf16"),
+    ("collectives", lambda one: one.kind == "reduce_scatter", FULL, "bf16"),
+    ("collectives", lambda one: one.kind == "all_reduce", Layout(tp=2, sequence_parallel=False), "bf16"),
+    ("point_to_point", None, Layout(pp=2), "bf16"),
+    ("copies", lambda one: one.what == "slice", TP, "bf16"),
+    ("copies", lambda one: one.what == "gather", DP, "bf16"),
+    ("copies", lambda one: one.what == "reduce_scatter", DP, "bf16"),
+    ("copies", lambda one: one.what == "all_reduce", Layout(dp=2, shard="none"), "bf16"),
+    ("slowdowns", lambda one: one.beside == "copies", TP, "bf16"),
+    ("slowdowns", lambda one: one.beside == "buffers", DP, "bf16"),
+    ("slowdowns", lambda one: one.beside == "collectives", FULL, "bf16"),
+    ("launch_seconds", None, DP, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("key", "which", "layout", "precision"), CASES)
+def test_everything_measured_is_priced(key: str, which: Any, layout: Layout, precision: Precision) -> None:
+    """Each table that takes twice as long (a launch a thousand times) makes a step of the trainer longer."""
+    chosen: Callable[[Any], bool] = (
+        (lambda one: one.operation == which) if isinstance(which, str) else which or (lambda one: True)
+    )
+    before = step(replace(measured(), layers=()), layout, precision).total
+    assert step(_doubled(key, chosen), layout, precision).total > before
+
+
+def test_layers_that_the_host_issues_slowly_are_priced() -> None:
+    """Where the host needs longer for a layer than the GPU, the step waits for it."""
+    (layer,) = measured().layers
+    slow = replace(measured(), layers=((*layer[:10], 30e-3, 60e-3),))
+    assert step(slow, DP).host > 8 * 2 * 0.9 * (90e-3 - 21e-3)
