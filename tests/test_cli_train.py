@@ -119,7 +119,7 @@ class TestFinishedRun:
         assert {path.name for path in (finished / "out" / "checkpoints").iterdir()} == {"step-3", "step-6", "step-9"}
         assert {path.name for path in (finished / "out").iterdir()} == {
             *("checkpoints", "data", "hf", "metrics.jsonl", "run.yaml", "validation.jsonl"),
-            *("forecast.json", "timeline.json"),
+            *("forecast.json", "pipeline.json"),
         }
 
     def test_export_has_the_loss_that_was_told(self, finished: Path) -> None:
