@@ -153,4 +153,5 @@ def _axis(longest: float, scale: float, bottom: float, unit: str) -> Iterator[st
     yield f'<path fill="none" stroke="currentColor" stroke-opacity=".6" d="M{_LEFT} {bottom}H{WIDTH - _RIGHT}{ticks}"/>'
     for mark in marks:
         text = f"{mark:.4g}" + (f" {unit}" if mark == marks[-1] else "")
-        yield f'<text x="{_LEFT + mark * scale:.1f}" y="{bottom + 19}" text-anchor="middle" fill-opacity=".8">{text}</text>'
+        place = f'x="{_LEFT + mark * scale:.1f}" y="{bottom + 19}" text-anchor="middle"'
+        yield f'<text {place} fill-opacity=".8">{text}</text>'

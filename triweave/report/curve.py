@@ -41,6 +41,8 @@ def draw_curve(
     """
     values = [value for _, value in (*points, *also)] + ([level] if level is not None else [])
     low, high = _range(values)
+    if level is not None and level > high - 0.25 * (high - low):
+        high = level + 0.25 * (high - low)  # room for its name above it
     first, last = points[0][0], points[-1][0]
 
     def x(step: float) -> float:
@@ -62,8 +64,7 @@ def draw_curve(
         lines.append(
             f'<path fill="none" stroke="currentColor" stroke-dasharray="5 3" d="M{_LEFT} {at:.1f}H{WIDTH - _RIGHT}"/>'
         )
-        below = at + 13 if at < _TOP + 16 else at - 5
-        lines.append(f'<text x="{WIDTH - _RIGHT}" y="{below:.1f}" text-anchor="end">{escape(level_name)}</text>')
+        lines.append(f'<text x="{WIDTH - _RIGHT}" y="{at - 6:.1f}" text-anchor="end">{escape(level_name)}</text>')
     lines += _line([(x(step), y(value)) for step, value in points], colour)
     for step, value in also:
         lines.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -62,7 +63,7 @@ def _head(record: RunRecord, said: Numbers) -> str:
     kicker = f"triweave report{' · ' + escape(where) if where else ''}"
     return (
         f'<header><p class="kicker">{kicker}</p><h1>{escape(record.name)}</h1>'
-        f'<p class="verdict">{escape(verdict(said))}</p></header>'
+        f'<p class="verdict">{_sentence(verdict(said))}</p></header>'
     )
 
 
@@ -163,7 +164,7 @@ def _step(record: RunRecord, said: Numbers) -> Iterator[str]:
     what = NAMES.get(largest, largest)
     reading = f"On the rank that works longest {percent(share)} of the predicted step is {what}."
     yield "<h2>Where the step goes</h2>"
-    yield f"<p>{escape(reading)}</p>"
+    yield f"<p>{_sentence(reading)}</p>"
     yield _figure(draw_bars(bars, title="Step time by part", reading=reading, unit="ms"))
 
 
@@ -202,7 +203,7 @@ def _memory(record: RunRecord, said: Numbers) -> Iterator[str]:
         reading += " Nothing was measured by stage: that takes a GPU and two steps."
     capacity = said["capacity_gib"]
     yield "<h2>Memory by stage</h2>"
-    yield f"<p>{escape(reading)}</p>"
+    yield f"<p>{_sentence(reading)}</p>"
     limit = f"a card gives {capacity:.1f} GiB" if capacity else ""
     yield _figure(
         draw_bars(bars, title="Memory by stage", reading=reading, unit="GiB", limit=capacity, limit_name=limit)
@@ -275,7 +276,7 @@ def _grid(record: RunRecord) -> Iterator[str]:
     yield "<h2>The grid</h2>"
     stages = ", ".join(f"stage {stage}: {count}" for stage, count in enumerate(layout.layers))
     yield (
-        "<p>A row a node, a cell a rank: p is its pipeline stage, d and t its places along data and tensor parallelism. "
+        "<p>A row a node, a cell a rank: p is its pipeline stage, d and t its place along data and tensor parallelism. "
         f"Layers of each {'virtual ' if layout.vpp > 1 else ''}stage: {escape(stages)}.</p>"
     )
     yield _figure(draw_grid(layout, per_node))
@@ -304,6 +305,13 @@ def _sources(record: RunRecord) -> Iterator[str]:
     if record.run_file:
         yield "<h2>Run file</h2>"
         yield f"<details><summary>run.yaml, every key</summary><pre>{escape(record.run_file)}</pre></details>"
+
+
+def _sentence(text: str) -> str:
+    """Text in which no number is parted from its unit at the end of a line."""
+    for unit in ("%", "GiB", "s", "ms"):
+        text = re.sub(rf"(?<=\d) (?={unit}\b|{unit}(?!\w))", "\u00a0", text)
+    return escape(text)
 
 
 def _figure(picture: str, name: str = "", reading: str = "") -> str:

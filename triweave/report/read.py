@@ -64,7 +64,9 @@ def read_run(folder: Path) -> RunRecord:
         raise InputError(Problem("run_dir", folder, rule))
     problems: list[str] = []
     steps = _lines(folder / METRICS, problems)
-    forecast = _object(folder / FORECAST, problems)
+    forecast = _object(
+        folder / FORECAST, problems, "run", "layout", "stages", "step", "gpus_per_node", "capacity_bytes"
+    )
     if not steps and forecast is None:
         held = "is empty" if (folder / METRICS).exists() and not problems else "has no line of a step"
         rule = f"{METRICS} {held}" if (folder / METRICS).exists() else f"has no {METRICS}: no run has written here"
@@ -78,8 +80,8 @@ def read_run(folder: Path) -> RunRecord:
         _lines(folder / EVENTS, problems, needs="what"),
         run_file.read_text(encoding="utf-8", errors="replace") if run_file.exists() else "",
         forecast,
-        _object(folder / MEMORY, problems),
-        _object(folder / PIPELINE, problems),
+        _object(folder / MEMORY, problems, "stages"),
+        _object(folder / PIPELINE, problems, "schedule", "pp", "vpp", "micro_batches", "ranks"),
         problems,
     )
 
@@ -131,15 +133,16 @@ def _lines(path: Path, problems: list[str], needs: str = "step") -> list[dict[st
     return found
 
 
-def _object(path: Path, problems: list[str]) -> dict[str, Any] | None:
+def _object(path: Path, problems: list[str], *keys: str) -> dict[str, Any] | None:
+    """A file of one JSON object that has `keys`; any other is named and left out."""
     if not path.exists():
         return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         value = None
-    if not isinstance(value, dict):
-        problems.append(f"{path.name}: damaged, left out")
+    if not isinstance(value, dict) or not set(keys) <= set(value):
+        problems.append(f"{path.name}: damaged or of another version, left out")
         return None
     return value
 

@@ -27,7 +27,8 @@ p.verdict { font-size: 17.5px; line-height: 1.5; margin: 14px 0 26px; }
 p.note, figcaption, .sub { color: var(--soft); }
 p.note { font-size: 14px; }
 .cards, .curves { display: flex; flex-wrap: wrap; gap: 14px; }
-.card { flex: 1 1 176px; background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 15px 18px 13px; }
+.card { flex: 1 1 160px; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+  padding: 15px 18px 13px; }
 .card .name { font-size: 13px; color: var(--soft); }
 .card .value { font-size: 28px; font-weight: 640; letter-spacing: -.02em; line-height: 1.25; }
 .card .value small { font-size: 15px; font-weight: 450; color: var(--soft); letter-spacing: 0; margin-left: 3px; }
