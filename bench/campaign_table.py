@@ -47,10 +47,11 @@ class Pair:
         """Signed error of the step time."""
         return float(self.told["step"]["step_s"] / self.row["step_s"] - 1)
 
-    def ranks(self) -> Iterator[tuple[Told, Told, Told, Told]]:
-        """Of each stage: the check, the check in the grid, the closed form, and what its rank measured."""
-        for check, grid, planner in zip(self.told["check"], self.told["check_grid"], self.told["planner"], strict=True):
-            yield check, grid, planner, self.row["ranks"][0 if self.case.rank is not None else check["rank"]]
+    def ranks(self) -> Iterator[tuple[Told, Told, float, Told]]:
+        """Of each stage: the check, the closed form and its error against the check, and what its rank measured."""
+        told = self.told
+        for check, planner, off in zip(told["check"], told["planner"], closed_form_errors(told), strict=True):
+            yield check, planner, off, self.row["ranks"][0 if self.case.rank is not None else check["rank"]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from command_line import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from triweave.config.load import load_run
+from triweave.schedule.build import build_schedule
 
 NUM_STEPS = 9
 CONTRACT = [
@@ -119,8 +120,26 @@ class TestFinishedRun:
         assert {path.name for path in (finished / "out" / "checkpoints").iterdir()} == {"step-3", "step-6", "step-9"}
         assert {path.name for path in (finished / "out").iterdir()} == {
             *("checkpoints", "data", "hf", "metrics.jsonl", "run.yaml", "validation.jsonl"),
-            *("forecast.json", "timeline.json"),
+            *("forecast.json", "pipeline.json"),
         }
+
+    def test_the_third_step_is_kept_in_time(self, finished: Path) -> None:
+        """Every action of each stage, in the schedule's order, none before the one ahead of it has ended."""
+        told = json.loads((finished / "out" / "pipeline.json").read_text())
+        schedule = build_schedule("1f1b", 2, 1, told["micro_batches"])
+        for spans, actions in zip(told["ranks"], schedule.ranks, strict=True):
+            assert [f"{kind}{stage}.{batch}" for kind, stage, batch, _, _ in spans] == [str(one) for one in actions]
+            edges = [edge for *_, begin, end in spans for edge in (begin, end)]
+            assert edges == sorted(edges)
+
+    def test_the_report_of_it(self, finished: Path) -> None:
+        """`report` reads what `train` left: a page, its pipeline as measured, its plan by stage."""
+        done = triweave("report", "out", "--out", "page.html", cwd=finished)
+        assert done.returncode == 0, done.stderr
+        page = (finished / "page.html").read_text()
+        assert "The pipeline of one step" in page
+        assert "stage 1, predicted" in page
+        assert "9 steps are done" in page.replace("\u00a0", " ")
 
     def test_export_has_the_loss_that_was_told(self, finished: Path) -> None:
         """transformers, with the exported folder alone, finds the held-out loss of the last step."""

@@ -2,7 +2,7 @@
 
 forecast.json   before the first step: memory by stage and part, step time (`planner.forecast`)
 memory.json     after the second: each stage's peak as measured, and by part where the parts can be told
-timeline.json   of the third: when every action began and ended on one rank of each stage
+pipeline.json   of the third: when every action began and ended on one rank of each stage
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triweave.training.clock import Clock
 from triweave.training.engine import Engine
 from triweave.training.metrics import peak_memory
 
-MEMORY_FILE, TIMELINE_FILE, CHECK_FILE = "memory.json", "timeline.json", "check.json"
+MEMORY_FILE, PIPELINE_FILE, CHECK_FILE = "memory.json", "pipeline.json", "check.json"
 WARN_BEYOND = 0.01
 """Share of the measured peak by which a prediction may be off."""
 REST = "activations and the rest"
@@ -77,7 +77,7 @@ class Foretold:
         """The step is over; returns what there is to say."""
         if number == 3:
             self.leave()
-            self._write_timeline()
+            self._write_pipeline()
         if number != 2 or self.engine.groups.device.type != "cuda":
             return []  # on a CPU nobody counts what tensors take
         measured = measure(self.engine)
@@ -88,7 +88,7 @@ class Foretold:
             _write(self.folder / MEMORY_FILE, {"source": source, "stages": rows})
         return list(compare(told, measured, source))
 
-    def _write_timeline(self) -> None:
+    def _write_pipeline(self) -> None:
         """Gather the actions of one rank of every stage."""
         _, spans = self.clock.stop()
         groups, schedule = self.engine.groups, self.engine.schedule
@@ -102,7 +102,7 @@ class Foretold:
             ranks = [every[groups.layout.rank(Coordinates(0, 0, 0, stage))] for stage in range(groups.layout.pp)]
             told = {"schedule": schedule.name, "pp": groups.layout.pp, "vpp": groups.layout.vpp}
             count = schedule.num_micro_batches
-            _write(self.folder / TIMELINE_FILE, {**told, "micro_batches": count, "ranks": ranks})
+            _write(self.folder / PIPELINE_FILE, {**told, "micro_batches": count, "ranks": ranks})
 
 
 def measure(engine: Engine) -> list[Peak]:
