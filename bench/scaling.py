@@ -5,7 +5,8 @@
     python bench/scaling.py --out runs/scaling --table           # the table and the picture of rows that are there
 
 Layers as wide as Llama-3-8B's with a vocabulary of 32,000; random weights and tokens, bf16. Beside each point stands
-what the planner says of it, written before the first step is run. A row that is there is not run again. Rows that one GPU computes leave the other idle.
+what the planner says of it, written before the first step is run. A row that is there is not run again. Rows of one
+GPU leave the other idle.
 """
 
 from __future__ import annotations

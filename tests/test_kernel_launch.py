@@ -54,7 +54,7 @@ def launch(
 
 
 def test_second_launch_is_of_what_was_compiled(jit: Jit) -> None:
-    """The compiled kernel gets the new arguments, then the constants in the kernel's order, without Triton's options."""
+    """The compiled kernel gets the new arguments and the constants in the kernel's order, without Triton's options."""
     kernel, x = Kernel(jit), torch.zeros(8)
     launch(kernel, x)
     launch(kernel, x, BLOCK=128, ADD=True)
