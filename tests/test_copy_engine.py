@@ -177,14 +177,14 @@ def test_missing_wait_of_products_is_seen(name: str) -> None:
         assert fails()
 
 
-@pytest.mark.parametrize("waits", ["taken", "follow"])
+@pytest.mark.parametrize("waits", ["num_gathers", "follow"])
 def test_missing_wait_of_copies_is_seen(waits: str) -> None:
     """Staging over what a peer has not taken, or sending what is not computed, is wrong in some order."""
     if waits == "follow":
         with patch.object(CopyEngines, "follow", lambda *_: None):
             assert fails()
     else:
-        with patch.object(CopyEngines, "taken", property(lambda _: None, lambda *_: None)):
+        with patch.object(CopyEngines, waits, property(lambda _: 0, lambda *_: None)):
             assert fails()
 
 

@@ -77,6 +77,7 @@ def measure_all(measure: Callable[[Case], dict[str, Any]]) -> None:
 def _give_memory_back() -> int:
     """Forget the last case. Returns bytes of this rank's GPU that are still taken, by whatever it is."""
     import torch
+    import torch.distributed as dist
 
     if "torch._dynamo" in sys.modules:
         # As in a new process: shapes that changed would otherwise be compiled as variable ones, which is slower.
@@ -85,6 +86,9 @@ def _give_memory_back() -> int:
     if not torch.cuda.is_available():
         return 0
     torch.cuda.empty_cache()
+    if dist.is_initialized():
+        # What a peer has mapped of this rank's memory is free only when the peer has let go of it too.
+        dist.barrier(device_ids=[torch.cuda.current_device()])
     torch.cuda.reset_peak_memory_stats()
     free, total = torch.cuda.mem_get_info()
     return total - free

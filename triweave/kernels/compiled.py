@@ -37,7 +37,7 @@ class Kernel:
             arguments: all but the constants, in the order of the kernel.
             options: its constants (`tl.constexpr`), which come last in it, and Triton's own.
         """
-        key = (grid, arguments[0].get_device(), *map(_kind, arguments), *options.values())
+        key = (grid, arguments[0].get_device(), *map(_kind, arguments), *options.items())
         known = self._launchers.get(key)
         if known is not None:
             run, constants = known
