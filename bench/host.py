@@ -56,7 +56,9 @@ class Job:
     def work(self) -> dict[str, Any]:
         """As bench/speed.py takes it."""
         spec = ModelSpec(512, HIDDEN, 2 * HIDDEN, self.layers, 2, 2, HIDDEN // 2, max_position_embeddings=SEQ)
-        return {"spec": spec, "layout": self.layout, "seq": SEQ, "batch": self.batch, "trace": None, "overlap_dp": "auto"}
+        return {
+            "spec": spec, "layout": self.layout, "seq": SEQ, "batch": self.batch, "trace": None, "overlap_dp": "auto",
+        }  # fmt: skip
 
     @property
     def layer_passes(self) -> int:
