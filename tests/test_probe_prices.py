@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
 from triweave.layout import Layout, even_layers
 from triweave.planner.machine import Curve, Machine
-from triweave.planner.profile import CopyCurve, MatmulTable, OperationCurve, Profile, Slowdown
+from triweave.planner.profile import CopyCurve, MatmulTable, OperationCurve, Profile, Slowdown, read_profile
 from triweave.planner.profile_layers import held_layers
-from triweave.planner.profile_machine import machine_from_profile, profile_of
+from triweave.planner.profile_machine import machine_from_profile
 from triweave.planner.time_attention import attention_s
 from triweave.planner.time_matmul import Operands, Precision, matmul_s
 from triweave.planner.time_step import Breakdown, predict_step
@@ -52,7 +53,7 @@ def measured() -> Profile:
     slices = tuple((mib << 20, 4e-6 + (mib << 20) / 350e9) for mib in (8, 32, 128))
     buffers = tuple((mib << 20, 1e-5 + (mib << 20) / 700e9) for mib in (16, 1024))
     return replace(
-        profile_of("h200"),
+        read_profile(Path(__file__).parent / "golden" / "profile_h200.yaml"),
         matmul=tuple(tables),
         operations=curves,
         host_copy_bytes_seconds=((1 << 20, 3e-5), (1 << 30, 2e-2)),
