@@ -25,6 +25,7 @@ from triweave.planner.time_matmul import Operands, Precision, matmul_s
 from triweave.planner.time_step import Breakdown, predict_step
 from triweave.probe.operations import sizes
 from triweave.probe.shapes import products, products_of
+from triweave.probe.table import to_text
 
 TWO = parse_cluster("1x2xh200-141gb")
 MODEL = replace(find_model("llama-3.1-8b"), max_position_embeddings=8192)
@@ -154,6 +155,15 @@ def test_whole_layers_cost_what_was_measured() -> None:
     assert held.priced == pytest.approx(held.measured)
     (parts,) = held_layers(measured(), machine_from_profile(replace(measured(), layers=()), TWO))
     assert parts.priced != pytest.approx(parts.measured, rel=1e-3)
+
+
+def test_the_table_says_how_far_parts_are_from_layers() -> None:
+    """The last lines of a probe hold a whole layer against the sum of its parts, by the planner's own prices."""
+    lines = list(to_text(replace(measured(), parts=("gemm", "attention", "memory", "layers"))))
+    (layer,) = [line for line in lines if line.startswith("layer, tp 1")]
+    (parts,) = held_layers(measured(), machine_from_profile(replace(measured(), layers=()), TWO))
+    assert f"its parts {100 * (parts.priced[0] / parts.measured[0] - 1):+.1f} %" in layer
+    assert any(line.startswith("bf16 forward") and "TFLOP/s" in line for line in lines)
 
 
 def _twice(points: tuple[Any, ...]) -> tuple[Any, ...]:
