@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import triweave
 from triweave.cluster import parse_cluster
 from triweave.errors import InputError
 from triweave.layout import Layout
@@ -33,6 +34,7 @@ from triweave.planner.time_attention import attention_s
 from triweave.planner.time_collectives import GroupShape, all_reduce_s, send_s
 from triweave.planner.time_matmul import matmul_s
 
+SHIPPED = Path(triweave.__file__).parent / "planner" / "profiles"
 ONE_NODE = parse_cluster("1x2xh200-141gb")
 FSDP = Layout(dp=2, shard="full", layers=(32,))
 
@@ -84,9 +86,13 @@ PROFILES = st.builds(
 )
 
 
+HAND_MADE = Path(__file__).parent / "golden" / "profile_h200.yaml"
+"""Thirteen products, two attention kernels, links of two GPUs."""
+
+
 @pytest.fixture(scope="module")
 def shipped() -> Profile:
-    return profile_of("h200")
+    return read_profile(HAND_MADE)
 
 
 @given(PROFILES)
@@ -124,7 +130,20 @@ def test_read_strictly(tmp_path: Path, shipped: Profile, old: str, new: str, tol
         assert words in str(refused.value)
 
 
-def test_the_shipped_profile_gives_back_what_was_measured(shipped: Profile) -> None:
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_profiles_that_come_with_the_package_are_whole(path: Path) -> None:
+    """Each is read by its name, is of a GPU, gives its text back, and prices a step of its own GPU within its range."""
+    profile = profile_of(path.stem)
+    assert path.read_text(encoding="utf-8") == profile_text(profile)
+    cluster = parse_cluster(f"1x{max(2, profile.num_gpus)}x{profile.gpu}")
+    known = make_request("llama-3.1-8b", str(cluster), 8192, 8)
+    request = make_request("llama-3.1-8b", str(cluster), 8192, 8, profile=path.stem)
+    layout = Layout(dp=cluster.world_size, shard="optimizer", layers=(32,))
+    low, high = time_of(known, layout).range_s
+    assert low < time_of(request, layout).step_s < high
+
+
+def test_a_profile_gives_back_what_was_measured(shipped: Profile) -> None:
     """Products, attention, all-reduces and messages of measured shapes are priced at their measured times."""
     machine = machine_from_profile(shipped, ONE_NODE)
     for table in shipped.matmul:
@@ -178,7 +197,7 @@ def test_a_profile_of_another_gpu_widens_the_range(shipped: Profile) -> None:
     """It is said, and the range beside the step is twice as wide in logarithms."""
     cluster = parse_cluster("1x2xh100-80gb")
     assert is_foreign(shipped, cluster)
-    request = make_request("llama-3.1-8b", str(cluster), 4096, 8, profile="h200")
+    request = make_request("llama-3.1-8b", str(cluster), 4096, 8, profile=str(HAND_MADE))
     layout = replace(FSDP, recompute=("layer",))
     one = price(request, layout).time
     narrow = price(replace(request, profile=None), layout).time

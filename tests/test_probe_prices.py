@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +17,15 @@ from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
 from triweave.layout import Layout, even_layers
 from triweave.planner.machine import Curve, Machine
-from triweave.planner.profile import CopyCurve, MatmulTable, OperationCurve, Profile, Slowdown
+from triweave.planner.profile import CopyCurve, MatmulTable, OperationCurve, Profile, Slowdown, read_profile
 from triweave.planner.profile_layers import held_layers
-from triweave.planner.profile_machine import machine_from_profile, profile_of
+from triweave.planner.profile_machine import machine_from_profile
 from triweave.planner.time_attention import attention_s
 from triweave.planner.time_matmul import Operands, Precision, matmul_s
 from triweave.planner.time_step import Breakdown, predict_step
 from triweave.probe.operations import sizes
 from triweave.probe.shapes import products, products_of
+from triweave.probe.table import to_text
 
 TWO = parse_cluster("1x2xh200-141gb")
 MODEL = replace(find_model("llama-3.1-8b"), max_position_embeddings=8192)
@@ -52,7 +54,7 @@ def measured() -> Profile:
     slices = tuple((mib << 20, 4e-6 + (mib << 20) / 350e9) for mib in (8, 32, 128))
     buffers = tuple((mib << 20, 1e-5 + (mib << 20) / 700e9) for mib in (16, 1024))
     return replace(
-        profile_of("h200"),
+        read_profile(Path(__file__).parent / "golden" / "profile_h200.yaml"),
         matmul=tuple(tables),
         operations=curves,
         host_copy_bytes_seconds=((1 << 20, 3e-5), (1 << 30, 2e-2)),
@@ -153,6 +155,15 @@ def test_whole_layers_cost_what_was_measured() -> None:
     assert held.priced == pytest.approx(held.measured)
     (parts,) = held_layers(measured(), machine_from_profile(replace(measured(), layers=()), TWO))
     assert parts.priced != pytest.approx(parts.measured, rel=1e-3)
+
+
+def test_the_table_says_how_far_parts_are_from_layers() -> None:
+    """The last lines of a probe hold a whole layer against the sum of its parts, by the planner's own prices."""
+    lines = list(to_text(replace(measured(), parts=("gemm", "attention", "memory", "layers"))))
+    (layer,) = [line for line in lines if line.startswith("layer, tp 1")]
+    (parts,) = held_layers(measured(), machine_from_profile(replace(measured(), layers=()), TWO))
+    assert f"its parts {100 * (parts.priced[0] / parts.measured[0] - 1):+.1f} %" in layer
+    assert any(line.startswith("bf16 forward") and "TFLOP/s" in line for line in lines)
 
 
 def _twice(points: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -54,7 +54,11 @@ def soak(session: Session, calls: Sequence[Call], what: str, rounds: int = ROUND
     """Median seconds of each call on the slowest rank, after at least two rounds, or as many as there is time for."""
     rounds = 2 if session.small else rounds
     mixture = Mixture(session)
-    expected = [_first_times(session, call) for call in calls]
+    expected = []
+    for number, call in enumerate(calls):
+        if number % 16 == 0:
+            session.tell(f"{what}: first calls", number / len(calls))
+        expected.append(_first_times(session, call))
     if session.on_gpu:
         mixture.issue(SETTLE_S)
         session.wait()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from triweave.cluster import CATALOGUE, Cluster
 from triweave.planner.profile import Profile
+from triweave.planner.profile_layers import held_layers
+from triweave.planner.profile_machine import machine_from_profile
 
 GB = 1e9
 
@@ -74,11 +78,25 @@ def _rest(profile: Profile) -> Iterator[str]:
     for slowdown in profile.slowdowns:
         lost = slowdown.seconds_lost_per_second
         yield f"{f'products beside {slowdown.beside}':32} lose {lost:.3f} s a second"
-    for tp, batch, seq, hidden, _, heads, _, _, *seconds in profile.layers:
+    yield from _layers(profile)
+    if profile.launch_seconds is not None:
+        yield f"{'launch of a kernel':24} {1e6 * profile.launch_seconds:8.1f} us"
+
+
+def _layers(profile: Profile) -> Iterator[str]:
+    """Whole layers, and on a GPU how far the sum of their parts is from them."""
+    gpu = CATALOGUE[profile.gpu]
+    priced: list[str] = [""] * len(profile.layers)
+    if gpu.peak_flops and {"gemm", "attention", "memory"} <= set(profile.parts):
+        parts = replace(profile, layers=())
+        machine = machine_from_profile(parts, Cluster(1, max(1, profile.num_gpus), gpu))
+        for number, held in enumerate(held_layers(profile, machine)):
+            ahead, back = (of / took - 1 for of, took in zip(held.priced, held.measured, strict=True))
+            waits = ", waits for the host" if held.waits_for_host else ""
+            priced[number] = f"; its parts {100 * ahead:+.1f} % and {100 * back:+.1f} %{waits}"
+    for (tp, batch, seq, hidden, _, heads, _, _, *seconds), beside in zip(profile.layers, priced, strict=True):
         forward, backward, *host = (1e3 * one for one in seconds)
         yield (
             f"layer, tp {tp}, {batch} x {seq}, hidden {hidden}, {heads} heads: {forward:.2f} ms forward,"
-            f" {backward:.2f} backward; the host issues it in {sum(host):.2f}"
+            f" {backward:.2f} backward; the host issues it in {sum(host):.2f}{beside}"
         )
-    if profile.launch_seconds is not None:
-        yield f"{'launch of a kernel':24} {1e6 * profile.launch_seconds:8.1f} us"
