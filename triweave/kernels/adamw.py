@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from triweave.config.schema import OptimizerConfig
-from triweave.kernels.compiled import kernel
 from triweave.kernels.dispatch import launch
 from triweave.kernels.language import tl, triton
 
@@ -85,7 +84,7 @@ def step_rates(step: Tensor, divisor: Tensor | None, learning_rate: float, confi
     ).float()
 
 
-@kernel
+@triton.jit
 def _adamw(
     master: tl.tensor,
     exp_avg: tl.tensor,

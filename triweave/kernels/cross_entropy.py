@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triweave.kernels.compiled import kernel
 from triweave.kernels.dispatch import launch
 from triweave.kernels.language import tl, triton
 
@@ -76,7 +75,7 @@ def logits_to_gradient(
     torch.autograd.graph.increment_version(logits)
 
 
-@kernel
+@triton.jit
 def _statistics(
     logits: tl.tensor,
     targets: tl.tensor,
@@ -112,7 +111,7 @@ def _statistics(
     tl.store(target_logit + row, tl.load(base + target, mask=here, other=0.0).to(tl.float32))
 
 
-@kernel
+@triton.jit
 def _gradient(
     logits: tl.tensor,
     targets: tl.tensor,

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triweave.kernels.compiled import Kernel
 from triweave.kernels.language import HAS_TRITON
 
 _LIBRARY = torch.library.Library("triweave", "DEF")
@@ -28,7 +27,7 @@ def uses_kernels(x: Tensor) -> bool:
     return x.is_cuda and (HAS_TRITON or x.is_meta)
 
 
-def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Run a kernel.
 
     On the meta device its outputs, which are made before, are all that there is of it; who follows operations is shown
@@ -37,7 +36,7 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **options: An
     if arguments[0].is_meta:
         torch.ops.triweave.launched(arguments[0])
     else:
-        kernel.launch(grid, *arguments, **options)
+        kernel[grid](*arguments, **options)
 
 
 def num_processors(x: Tensor) -> int:

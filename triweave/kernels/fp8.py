@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triweave.kernels.compiled import kernel
 from triweave.kernels.dispatch import launch
 from triweave.kernels.language import tl, triton
 
@@ -73,7 +72,7 @@ def add_into(total: Tensor, product: Tensor) -> None:
     launch(_add, (triton.cdiv(count, _BLOCK),), total, product, count, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
-@kernel
+@triton.jit
 def _largest(x: tl.tensor, partial: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -87,7 +86,7 @@ def _largest(x: tl.tensor, partial: tl.tensor, count: tl.tensor, BLOCK: tl.const
     tl.store(partial + program, tl.max(top))
 
 
-@kernel
+@triton.jit
 def _cast(
     x: tl.tensor,
     amax: tl.tensor,
@@ -117,7 +116,7 @@ def _cast(
         tl.store(inverse_scale, 1.0 / scale)
 
 
-@kernel
+@triton.jit
 def _add(total: tl.tensor, product: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triweave.kernels.compiled import kernel
 from triweave.kernels.dispatch import launch, num_processors
 from triweave.kernels.language import tl, triton
 
@@ -100,7 +99,7 @@ def _warps(block: int) -> int:
     return min(16, max(1, block // 512))
 
 
-@kernel
+@triton.jit
 def _forward(
     x: tl.tensor,
     update: tl.tensor,
@@ -127,7 +126,7 @@ def _forward(
     tl.store(normed + at, (value * scale * gain).to(normed.dtype.element_ty), mask=inside)
 
 
-@kernel
+@triton.jit
 def _backward(
     grad_normed: tl.tensor,
     beside: tl.tensor,

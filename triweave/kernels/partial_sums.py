@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triweave.kernels.compiled import kernel
 from triweave.kernels.dispatch import launch
 from triweave.kernels.language import tl, triton
 
@@ -28,7 +27,7 @@ def sum_in_order(parts: list[Tensor]) -> Tensor:
     return total
 
 
-@kernel
+@triton.jit
 def _sum(
     total: tl.tensor,
     first: tl.tensor,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triweave.kernels.compiled import kernel
 from triweave.kernels.dispatch import launch
 from triweave.kernels.language import tl, triton
 
@@ -118,7 +117,7 @@ def _angle(table: tl.tensor, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr) -> tl
     return tl.load(table + columns, mask=columns < HALF, other=0.0).to(tl.float32)
 
 
-@kernel
+@triton.jit
 def _forward(
     heads: tl.tensor,
     cos: tl.tensor,
@@ -143,7 +142,7 @@ def _forward(
     _rotate(token, 2 * HALF, token, cosine, sine, ROTATED, HALF, HALF_BLOCK, HEADS)
 
 
-@kernel
+@triton.jit
 def _backward(
     gathered: tl.tensor,
     grad_q: tl.tensor,

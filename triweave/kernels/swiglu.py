@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triweave.kernels.compiled import kernel
 from triweave.kernels.dispatch import launch
 from triweave.kernels.language import tl, triton
 from triweave.kernels.noted import note_amax
@@ -41,7 +40,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, *, notes: bool = False) -> Te
     return grad_gate_up
 
 
-@kernel
+@triton.jit
 def _forward(
     gate_up: tl.tensor, product: tl.tensor, amax: tl.tensor, width: tl.tensor, NOTES: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
@@ -57,7 +56,7 @@ def _forward(
         tl.store(amax + row * tl.num_programs(1) + tl.program_id(1), tl.max(tl.abs(result)))
 
 
-@kernel
+@triton.jit
 def _backward(
     grad: tl.tensor,
     gate_up: tl.tensor,
