@@ -31,6 +31,7 @@ def best(shape: str) -> list[Case]:
     return [
         row("triweave", "dp2", many // 2, shard="optimizer"),
         row("triweave", "tp2", many),
+        row("triweave", "tp2", many, keep_gathered="on"),
         row("triweave", "pp2", schedule="zero-bubble"),
         row("megatron-core", "tp2"),
         row("megatron-core", "pp2", recompute="layer"),

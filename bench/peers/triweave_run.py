@@ -1,7 +1,8 @@
 """A rank of triweave: its own engine and optimizer step, on random weights and tokens.
 
 Weights, activations and their gradients in bf16, gradient sums, master weights and moments in float32. Options:
-`shard`, `schedule`, `recompute` (a comma list), each as in a run file, and `fp8` (`on`: the layers' products).
+`shard`, `schedule`, `recompute` (a comma list), each as in a run file, and `keep_gathered` and `fp8` (the layers' products),
+`on` or not given.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def layout_of(case: Case) -> Layout:
         micro_batch=case.micro_batch,
         schedule=schedule,  # type: ignore[arg-type]
         shard=case.option("shard", "optimizer"),  # type: ignore[arg-type]
+        keep_gathered=case.option("keep_gathered", "off") == "on",
         recompute=tuple(filter(None, case.option("recompute", "").split(","))),  # type: ignore[arg-type]
     )
     return replace(layout, layers=balanced_layers(shape.spec, layout.num_stages, shape.seq_len))

@@ -36,8 +36,6 @@ class Shape:
     spec: ModelSpec
     seq_len: int
     sequences: int
-    pipeline_sequences: int
-    """The same for pipeline layouts, which need more micro-batches to fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,7 @@ class Case:
     @property
     def sequences(self) -> int:
         """Sequences of one optimizer step over all ranks."""
-        shape = shapes()[self.shape]
-        return shape.pipeline_sequences if self.pp > 1 else shape.sequences
+        return shapes()[self.shape].sequences
 
     @property
     def num_micro_batches(self) -> int:
@@ -111,8 +108,8 @@ def shapes() -> dict[str, Shape]:
     layers = replace(find_model("meta-llama/Meta-Llama-3-70B"), num_hidden_layers=8, vocab_size=32000)
     tiny = ModelSpec(1024, 128, 384, 4, 4, 2, 32, max_position_embeddings=8192)
     return {
-        "8b-8k": Shape(eight, 8192, 4, 8),
-        "8b-4k": Shape(eight, 4096, 8, 8),
-        "70b-4k": Shape(layers, 4096, 8, 8),
-        "tiny": Shape(tiny, 128, 4, 8),
+        "8b-8k": Shape(eight, 8192, 8),
+        "8b-4k": Shape(eight, 4096, 16),
+        "70b-4k": Shape(layers, 4096, 16),
+        "tiny": Shape(tiny, 128, 8),
     }
