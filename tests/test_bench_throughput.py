@@ -144,7 +144,7 @@ def test_torchtitan_computes_in_bf16_and_takes_the_step(titan: ModuleType, workl
 
     dp, tp, pp = arguments(dp=2), arguments(tp=2, micro_batch=2), arguments(pp=2)
     assert [each["--training.dtype"] for each in (dp, tp, pp)] == ["float32", "bfloat16", "bfloat16"]
-    assert [each["--training.global_batch_size"] for each in (dp, tp, pp)] == ["4", "4", "8"]
+    assert [each["--training.global_batch_size"] for each in (dp, tp, pp)] == ["8", "8", "8"]
     assert [each["--training.local_batch_size"] for each in (dp, tp, pp)] == ["1", "2", "8"]
 
 

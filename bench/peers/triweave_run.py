@@ -1,8 +1,7 @@
 """A rank of triweave: its own engine and optimizer step, on random weights and tokens.
 
 Weights, activations and their gradients in bf16, gradient sums, master weights and moments in float32. Options:
-`shard`, `schedule`, `recompute` (a comma list), each as in a run file, and `keep_gathered` and `fp8` (the layers' products),
-`on` or not given.
+`shard`, `schedule`, `recompute` (a comma list), each as in a run file; `keep_gathered` and `fp8` are `on` or not given.
 """
 
 from __future__ import annotations
