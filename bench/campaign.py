@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from campaign_cases import Case, draw_cases, from_json
 from campaign_measure import Session, run_campaign
-from campaign_table import table
+from campaign_table import closed_form_errors, summary, table
 
 from triweave.dryrun.memory import RankMemory, rank_memory
 from triweave.layout import Coordinates
@@ -109,6 +109,8 @@ def write_predictions(path: Path, profile: str, seed: int, *, small: bool) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**head, "cases": found}, indent=1), encoding="utf-8")
     print(f"predicted {len(cases)} configurations in {time.monotonic() - begin:.0f} s: {path}", file=sys.stderr)
+    errors = [off for one in found for off in closed_form_errors(one["predicted"])]
+    print(f"the closed form against the check, no GPU needed: {summary(errors)}")
 
 
 def _quiet() -> None:
