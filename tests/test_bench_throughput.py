@@ -290,16 +290,16 @@ def row_of(bench: ModuleType, case: Any, **result: Any) -> dict[str, Any]:
 def test_table_compares_with_the_fastest_peer(bench: ModuleType) -> None:
     """Ours is set against the fastest peer of its shape and layout by median, and a failure keeps its place."""
     rows = [
-        row_of(bench, bench.Case("triweave", "8b-8k", tp=2), step_s=[1.0, 9.0, 2.0]),
-        row_of(bench, bench.Case("torchtitan", "8b-8k", tp=2), step_s=[1.8, 1.8, 1.8]),
-        row_of(bench, bench.Case("megatron-core", "8b-8k", tp=2), step_s=[3.0, 3.0, 3.0]),
-        row_of(bench, bench.Case("torchtitan", "8b-8k", dp=2), step_s=[0.1, 0.1, 0.1]),
+        row_of(bench, bench.Case("triweave", "8b-8k", tp=2), step_s=[2.0, 18.0, 4.0]),
+        row_of(bench, bench.Case("torchtitan", "8b-8k", tp=2), step_s=[3.6, 3.6, 3.6]),
+        row_of(bench, bench.Case("megatron-core", "8b-8k", tp=2), step_s=[6.0, 6.0, 6.0]),
+        row_of(bench, bench.Case("torchtitan", "8b-8k", dp=2), step_s=[0.2, 0.2, 0.2]),
         row_of(bench, bench.Case("transformers", "8b-8k", tp=2), outcome="out of memory"),
     ]
     text = bench.table(rows)
     ours = next(line for line in text.splitlines() if line.startswith("| triweave"))
     assert "| 8,192 |" in ours
-    assert "| 2.000 (1.000 to 9.000) | 0.900 |" in ours
+    assert "| 4.000 (2.000 to 18.000) | 0.900 |" in ours
     assert "| transformers | tp2 | micro-batch 1 | out of memory |" in text
     assert text.count("### 8b-8k") == 2
 
@@ -307,9 +307,9 @@ def test_table_compares_with_the_fastest_peer(bench: ModuleType) -> None:
 def test_best_of_all_layouts_is_compared(bench: ModuleType) -> None:
     """On a shape, ours is set against each peer's fastest layout, by tokens a second of a GPU."""
     rows = [
-        row_of(bench, bench.Case("triweave", "8b-8k", dp=2), step_s=[1.5]),
-        row_of(bench, bench.Case("triweave", "8b-8k", tp=2), step_s=[1.6]),
-        row_of(bench, bench.Case("torchtitan", "8b-8k", dp=2), step_s=[1.8]),
+        row_of(bench, bench.Case("triweave", "8b-8k", dp=2), step_s=[3.0]),
+        row_of(bench, bench.Case("triweave", "8b-8k", tp=2), step_s=[3.2]),
+        row_of(bench, bench.Case("torchtitan", "8b-8k", dp=2), step_s=[3.6]),
         # Twice the sequences of the others: its step is the fastest of torchtitan's.
         row_of(bench, bench.Case("torchtitan", "8b-8k", pp=2), step_s=[3.3]),
     ]

@@ -30,7 +30,6 @@ def best(shape: str) -> list[Case]:
     some = {} if all_fits else {"recompute": "op"}
     return [
         row("triweave", "dp2", many // 2, shard="optimizer"),
-        row("triweave", "tp2", many),
         row("triweave", "tp2", many, keep_gathered="on"),
         row("triweave", "pp2", schedule="zero-bubble"),
         row("megatron-core", "tp2"),
@@ -54,6 +53,7 @@ def sweep(shape: str) -> list[Case]:
         row("triweave", "dp2", many // 2, shard="optimizer", recompute="norm,swiglu"),
         row("triweave", "dp2", many, shard="full", **cheap),
         row("triweave", "dp2", many // 2, shard="full"),
+        row("triweave", "tp2", many),
         row("triweave", "tp2", 2 * many, **cheap),
         row("triweave", "tp2", many // 2),
         row("triweave", "pp2", schedule="interleaved"),
