@@ -40,6 +40,7 @@ CONTRACT = [
     "mfu_full",
     "peak_allocated_gib",
     "peak_reserved_gib",
+    "goodput",
 ]
 SAME_ON_EVERY_RUN = ("step", "loss", "grad_norm", "lr", "tokens")
 LOG_LINE = re.compile(
@@ -118,7 +119,7 @@ class TestFinishedRun:
         """Every third step has a whole checkpoint, and nothing half-written lies beside them."""
         assert {path.name for path in (finished / "out" / "checkpoints").iterdir()} == {"step-3", "step-6", "step-9"}
         assert {path.name for path in (finished / "out").iterdir()} == {
-            *("checkpoints", "data", "hf", "metrics.jsonl", "run.yaml", "validation.jsonl")
+            *("checkpoints", "data", "hf", "metrics.jsonl", "run.yaml", "timeline.jsonl", "validation.jsonl")
         }
 
     def test_export_has_the_loss_that_was_told(self, finished: Path) -> None:

@@ -26,6 +26,6 @@ def train(run_file: Path, /, *overrides: Overrides, nproc: Nproc = None) -> int:
         from triweave.training.loop import check_resume
         from triweave.training.loop import train as train_rank
 
-        return Job(train_rank, check_resume)
+        return Job(train_rank, check_resume, stoppable=True)
 
     return start(run_file, overrides, nproc, job)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import ReduceOp, Store
 
 from triweave.collectives import all_reduce
 from triweave.config.document import to_yaml
@@ -18,6 +19,11 @@ from triweave.data.cache import PreparedData
 from triweave.data.dataset import Dataset
 from triweave.data.sampler import steps_for
 from triweave.errors import InputError, Problem, RunFailed
+from triweave.recovery.agreement import check_collectives, check_same, facts_of
+from triweave.recovery.goodput import Timeline
+from triweave.recovery.out_of_memory import explain_out_of_memory, is_out_of_memory
+from triweave.recovery.stop import STOPPED, StopRequest, signal_name, stop_requests
+from triweave.recovery.watch import Watch, watching
 from triweave.training.batches import batch_of, training_batch, validation_batches
 from triweave.training.checkpoints import RunProgress, checkpoints, load_checkpoint, read_progress, save_checkpoint
 from triweave.training.console import Console, closing, opening
@@ -35,32 +41,59 @@ from triweave.training.metrics import (
     drop_lines,
     peak_memory,
 )
+from triweave.training.not_finite import NumberGuard
 from triweave.training.process import Process
-from triweave.training.processes import choose_device, process_group
+from triweave.training.processes import choose_device, meet, process_group, watch_over
 from triweave.training.step import evaluate_step, train_step
 
 VALIDATION_FILE = "validation.jsonl"
 
+STOPPED_FILE = "stopped.json"
+"""Left behind by a run that stopped on request, for launchers that hide exit codes; gone once it goes on."""
+
 
 def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> int:
     """Run the whole training on this rank; returns the exit code."""
-    run = resolved.run
-    device = choose_device(run.runtime, process)
-    if run.runtime.deterministic:
+    runtime = resolved.run.runtime
+    device = choose_device(runtime, process)
+    if runtime.deterministic:
         # cuBLAS asks for a fixed workspace before it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    with process_group(process, device, run.runtime.timeout_s):
-        engine = build_engine(resolved, device)
-        _Training(resolved, prepared, engine).run()
-    return 0
+    with stop_requests() as stop:
+        store = meet(process, runtime.timeout_s)
+        facts = facts_of(resolved, prepared.summary.fingerprint, device)
+        check_same(store, process.rank, process.world_size, facts, runtime.timeout_s)
+        with (
+            watching(watch_over(process, store, runtime)) as watch,
+            process_group(process, device, runtime.collective_timeout_s, store),
+        ):
+            try:
+                engine = build_engine(resolved, device)
+                engine.pipeline.before_action = watch.mark
+                return _Training(resolved, prepared, engine, process, stop, watch, store).run()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                message = explain_out_of_memory(error, resolved, process.rank, watch.where())
+                raise RunFailed(message) from None
 
 
 class _Training:
     """One rank's run."""
 
-    def __init__(self, resolved: ResolvedRun, prepared: PreparedData, engine: Engine) -> None:
+    def __init__(
+        self,
+        resolved: ResolvedRun,
+        prepared: PreparedData,
+        engine: Engine,
+        process: Process,
+        stop: StopRequest,
+        watch: Watch,
+        store: Store | None,
+    ) -> None:
         self.resolved, self.prepared, self.engine = resolved, prepared, engine
+        self.process, self.stop, self.watch, self.store = process, stop, watch, store
         self.run_file = resolved.run
         self.folder = Path(self.run_file.output_dir)
         self.data = prepared.train()
@@ -76,9 +109,13 @@ class _Training:
             device_peak_flops(device),
             device_capacity(device),
         )
+        self.guard = NumberGuard(engine, self.run_file, self.data, self.folder)
+        self.timeline = Timeline(None)
+        self.asked = 0
+        """Number of the signal by which any rank was asked to stop; the same on all ranks, for they agree on it."""
 
-    def run(self) -> None:
-        """Train from where the run is to its end."""
+    def run(self) -> int:
+        """Train from where the run is to its end; returns the exit code."""
         run, started, spent = self.run_file, time.monotonic(), 0.0
         done = self.resume()
         console = Console(self.num_steps, done, speaks=self.first)
@@ -88,12 +125,17 @@ class _Training:
             console.say(*opening(self.resolved, self.engine, self.meter, self.prepared.summary, self.num_steps))
             if done:
                 console.say(f"resumed   at step {done}")
+            self.over_ranks()
+            if self.asked:
+                return self.stopped(done, console)
             if self.held_out is not None:
-                loss = self.validate(self.held_out)
+                loss = self.validate(self.held_out, done)
                 console.say(f"held out  loss {loss:.4f} before step {done + 1}")
                 self.record_validation(done, loss)
             for step in range(done, self.num_steps):
-                metrics = self.step(step)
+                metrics, warning = self.step(step)
+                if step == done:
+                    check_collectives(self.store, self.process.rank, self.process.world_size, run.runtime.timeout_s)
                 spent += metrics.step_s
                 for sink in sinks:
                     sink.write(metrics)
@@ -101,38 +143,53 @@ class _Training:
                 if last or metrics.step % run.log.every_steps == 0:
                     left = spent / (metrics.step - done) * (self.num_steps - metrics.step)
                     console.say(self.meter.line(metrics, self.num_steps, left))
+                if warning:
+                    console.say(f"warning   {warning}")
                 console.advance()
-                if last or (run.checkpoint.every_steps and metrics.step % run.checkpoint.every_steps == 0):
+                due = run.checkpoint.every_steps and metrics.step % run.checkpoint.every_steps == 0
+                if last or due or self.asked:
                     self.save(metrics.step)
+                if self.asked and not last:
+                    return self.stopped(metrics.step, console)
             if run.checkpoint.export:
                 self.export()
             tokens = (self.num_steps - done) * self.meter.tokens_per_step
-            console.say(closing(metrics, time.monotonic() - started, tokens))
+            self.timeline.add("end", self.num_steps)
+            console.say(closing(metrics, time.monotonic() - started, tokens), *self.where_time_went())
+            return 0
         finally:
             console.close()
             for sink in sinks:
                 sink.close()
 
-    def step(self, step: int) -> StepMetrics:
-        """One step and its measurements."""
+    def step(self, step: int) -> tuple[StepMetrics, str]:
+        """One step: its measurements, and a warning if there is something to say of its numbers."""
         run = self.run_file
         begin = time.monotonic()
         rate = learning_rate(run.optimizer, step, self.num_steps)
-        batch = training_batch(self.data, self.engine, seed=run.seed, step=step, global_batch=run.train.global_batch)
+        self.watch.enter("reading data", step + 1)
+        try:
+            batch = training_batch(
+                self.data, self.engine, seed=run.seed, step=step, global_batch=run.train.global_batch
+            )
+        except (OSError, ValueError, IndexError) as error:
+            raise RunFailed(f"step {step + 1}: the data in {self.prepared.folder} cannot be read ({error})") from None
+        self.watch.enter("computing", step + 1)
         loss, grad_norm = train_step(self.engine, batch, rate, run.optimizer.max_grad_norm)
-        if not (loss == loss and grad_norm < float("inf")):
-            raise RunFailed(f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved")
         taken = time.monotonic() - begin
-        metrics = self.meter.measure(step + 1, loss, grad_norm, rate, taken, self.peak_over_ranks())
+        warning = self.guard.look(step, batch, loss, grad_norm)
+        metrics = self.meter.measure(step + 1, loss, grad_norm, rate, taken, self.over_ranks())
+        self.timeline.add("step", step + 1, taken)
         every = run.validation.every_steps
         if self.held_out is not None and (step + 1 == self.num_steps or (every and (step + 1) % every == 0)):
-            metrics = replace(metrics, val_loss=self.validate(self.held_out))
+            metrics = replace(metrics, val_loss=self.validate(self.held_out, step + 1))
             self.record_validation(step + 1, metrics.val_loss)
-        return metrics
+        return replace(metrics, goodput=self.timeline.ledger.goodput), warning
 
-    def validate(self, held_out: Dataset) -> float:
-        """Mean loss over the trained tokens of the held-out data."""
-        run = self.run_file
+    def validate(self, held_out: Dataset, step: int) -> float:
+        """Mean loss over the trained tokens of the held-out data, after `step` steps."""
+        run, begin = self.run_file, time.monotonic()
+        self.watch.enter("validating", step)
         total, tokens = 0.0, 0
         for ids in validation_batches(
             held_out,
@@ -142,6 +199,7 @@ class _Training:
             batch = batch_of(held_out, self.engine, ids)
             total += evaluate_step(self.engine, batch)
             tokens += batch.trained_tokens
+        self.timeline.add("validation", step, time.monotonic() - begin)
         return total / max(1, tokens)
 
     def record_validation(self, step: int, loss: float | None) -> None:
@@ -150,29 +208,62 @@ class _Training:
             with (self.folder / VALIDATION_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "val_loss": loss}) + "\n")
 
-    def peak_over_ranks(self) -> tuple[float, float]:
-        """Largest peak of allocated and of reserved bytes over all ranks."""
+    def over_ranks(self) -> tuple[float, float]:
+        """Largest peak of allocated and of reserved bytes over all ranks; and whether any of them was asked to stop.
+
+        One reduction for both: the ranks agree on the step at which they stop, and it costs them nothing.
+        """
         device = self.engine.groups.device
-        peaks = torch.tensor(peak_memory(device, self.engine.unseen_bytes), device=device)
-        allocated, reserved = all_reduce(peaks, self.engine.groups.world, torch.distributed.ReduceOp.MAX).tolist()
+        mine = torch.tensor((*peak_memory(device, self.engine.unseen_bytes), float(self.stop.number)), device=device)
+        allocated, reserved, asked = all_reduce(mine, self.engine.groups.world, ReduceOp.MAX).tolist()
+        self.asked = int(asked)
         return allocated, reserved
 
     def resume(self) -> int:
         """Load the checkpoint that the run file asks for; returns the steps that are done."""
-        source = checkpoint_to_resume(self.run_file)
-        return 0 if source is None else load_checkpoint(source, self.engine).step
+        if self.first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / STOPPED_FILE).unlink(missing_ok=True)
+            self.timeline = Timeline(self.folder)
+        self.timeline.add("start", 0, at=self.process.started_at)
+        source, begin = checkpoint_to_resume(self.run_file), time.monotonic()
+        if source is None:
+            return 0
+        self.watch.enter("loading", 0, in_step=False)
+        done = load_checkpoint(source, self.engine).step
+        self.timeline.add("restore", done, time.monotonic() - begin)
+        return done
 
     def save(self, step: int) -> None:
         """Write a checkpoint of the state after `step` steps."""
-        run = self.run_file
+        run, begin = self.run_file, time.monotonic()
+        self.watch.enter("saving", step, in_step=False)
         progress = RunProgress(
             step, run.seed, run.train.global_batch, self.prepared.summary.fingerprint, str(self.engine.layout)
         )
         save_checkpoint(self.folder / "checkpoints", self.engine, progress, run.checkpoint.keep)
+        self.timeline.add("save", step, time.monotonic() - begin)
+
+    def stopped(self, step: int, console: Console) -> int:
+        """Say that the run stops here because it was asked to; returns the exit code."""
+        self.timeline.add("end", step)
+        console.say(f"stopped   at step {step} by {signal_name(self.asked)}; the same command goes on from there")
+        console.say(*self.where_time_went())
+        if self.first:
+            said = {"step": step, "by": signal_name(self.asked)}
+            (self.folder / STOPPED_FILE).write_text(json.dumps(said) + "\n", encoding="utf-8")
+        return STOPPED
+
+    def where_time_went(self) -> list[str]:
+        """The last lines of the log: goodput over all starts, and how often to save."""
+        ledger = self.timeline.ledger
+        advice = ledger.recommend(self.run_file.checkpoint.hours_between_failures)
+        return [f"goodput   {ledger.summary()}", *([f"          {advice}"] if advice else [])]
 
     def export(self) -> None:
         """Write the Hugging Face folder."""
-        run = self.run_file
+        run, begin = self.run_file, time.monotonic()
+        self.watch.enter("exporting", self.num_steps, in_step=False)
         export_hugging_face(
             self.engine,
             self.folder / "hf",
@@ -182,12 +273,12 @@ class _Training:
             # A model that is served with another template than it was trained with answers worse.
             chat_template=self.prepared.chat_template() if run.data.chat_template else None,
         )
+        self.timeline.add("export", self.num_steps, time.monotonic() - begin)
 
     def open_sinks(self, done: int) -> list[Sink]:
         """Where metrics go; only rank 0 writes."""
         if not self.first:
             return []
-        self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "run.yaml").write_text(to_yaml(self.run_file), encoding="utf-8")
         sinks: list[Sink] = [JsonLines(self.folder / "metrics.jsonl", after_step=done)]
         drop_lines(self.folder / VALIDATION_FILE, after_step=done - 1)  # after step `done` it is measured again
