@@ -44,7 +44,7 @@ def describe_alone(mine: Testimony, store_keeper: str, waited_s: float) -> str:
 def describe(verdict: Verdict, testimonies: Mapping[int, Testimony], waited_s: float) -> str:
     """The one message of a hang."""
     lines = [f"the run hangs: no progress for {waited_s:.0f} s. {_spell(verdict.guilty)}{verdict.reason}"]
-    shown = verdict.guilty or tuple(testimonies)[:1]
+    shown = sorted(verdict.guilty) or sorted(testimonies)[:1]
     lines += [line for rank in shown if rank in testimonies for line in _in_full(testimonies[rank])]
     others = [one for rank, one in sorted(testimonies.items()) if rank not in shown]
     lines += [f"  rank {one.rank}: {one.where}; {_last(one)}; at {one.stack[-1]}" for one in others]
@@ -109,5 +109,5 @@ def _last(one: Testimony) -> str:
 
 
 def _spell(ranks: Sequence[int]) -> str:
-    named = [str(rank) for rank in ranks]
-    return f"Rank{'s' * (len(named) > 1)} {', '.join(named)} " if named else ""
+    named = [str(rank) for rank in sorted(ranks)]
+    return f"Rank{'s' * (len(named) > 1)} {', '.join(named)}: " if named else ""

@@ -36,6 +36,9 @@ from triweave.training.process import GRACE_S, Process, let_the_first_rank_speak
 SETTLE_S = 0.5
 """Time in which ranks that fail because another did are heard too, so that the first of them is told."""
 
+_BEFORE_ALL = float("-inf")
+"""When an ending was that the ranks have found out together: nothing is waited for, and nothing told in its place."""
+
 
 def choose_device(config: RuntimeConfig, process: Process) -> torch.device:
     """The device of this rank.
@@ -300,7 +303,7 @@ def _rank_main(
 def _tell_and_leave(tell: Connection, message: str) -> NoReturn:
     """`Process.leave` of a rank that was started here. What it says was found out together: it comes first."""
     if message:
-        tell.send(Ending(1, message, time_s=float("-inf")))
+        tell.send(Ending(1, message, time_s=_BEFORE_ALL))
     os._exit(1)
 
 
@@ -328,7 +331,8 @@ def _wait_for(ranks: Mapping[Connection, BaseProcess]) -> int:
             ending = _told(told, waiting.pop(told))
             if ending.message:
                 failures.append(ending)
-                deadline = min(deadline, time.monotonic() + SETTLE_S)
+                is_verdict = ending.time_s == _BEFORE_ALL
+                deadline = min(deadline, time.monotonic() + (0.0 if is_verdict else SETTLE_S))
             answer = answer or ending.code
     if not failures:
         return answer
