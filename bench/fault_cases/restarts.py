@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -28,23 +29,24 @@ class Launched:
 
     def __init__(self, run_file: Path, output: Path, options: Iterable[str], environment: dict[str, str]) -> None:
         self.output = output
+        self.mark = f"TRIWEAVE_FAULTS={uuid.uuid4()}"
+        marked = dict([self.mark.split("=")])
         words = (*LAUNCHER, *options, "-m", "triweave", "train", str(run_file), "--output_dir", str(output))
         self.log = run_file.parent / f"{output.name}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                words, env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True
+                words, env={**os.environ, **environment, **marked}, stdout=log, stderr=log, start_new_session=True
             )
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks, as their parent or their session tells."""
+        """Process ids of the ranks: torchrun puts each into a session of its own, and their environment stays."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                is_rank = b"LOCAL_RANK=" in (folder / "environ").read_bytes()
-                session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
-            except (OSError, IndexError):
+                environment = (folder / "environ").read_bytes()
+            except OSError:
                 continue
-            if is_rank and session == self.process.pid:
+            if self.mark.encode() in environment and b"LOCAL_RANK=" in environment:
                 found.append(int(folder.name))
         return sorted(found)
 

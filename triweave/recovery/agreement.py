@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 import triweave
 from triweave.config.validate import ResolvedRun
 from triweave.errors import RunFailed
-from triweave.recovery.testimony import Collective, recorded_collectives
+from triweave.recovery.statement import Collective, recorded_collectives
 
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives of which every member must give as much, of the same type (the names begin like this)."""

@@ -51,8 +51,10 @@ class Ledger:
         self.seconds = dict.fromkeys(CLASSES, 0.0)
         self.step_s: deque[float] = deque(maxlen=WINDOW)
         self.save_s: deque[float] = deque(maxlen=WINDOW)
+        self._saves: deque[int] = deque(maxlen=8)
+        """Steps of the last saves: nobody goes back to an earlier one."""
         self._counted: dict[int, float] = {}
-        """Seconds of steps that a restart may still lose: those since the last save but one."""
+        """Seconds of the steps that a restart may still do again."""
         self._last: Event | None = None
 
     def take(self, event: Event) -> None:
@@ -68,11 +70,12 @@ class Ledger:
         self.seconds["start" if last.what in ("start", "restore") else "other"] += between - taken
         if event.what == "step":
             self._take_step(event.step, taken)
-        elif event.what in self.seconds:
-            self.seconds[event.what] += taken
-            if event.what == "save":
-                self.save_s.append(event.seconds)
-                self._counted = {step: s for step, s in self._counted.items() if step > event.step - WINDOW}
+            return
+        self.seconds[event.what if event.what in self.seconds else "other"] += taken
+        if event.what == "save":
+            self.save_s.append(event.seconds)
+            self._saves.append(event.step)
+            self._counted = {step: s for step, s in self._counted.items() if step > self._saves[0]}
 
     def _take_step(self, step: int, taken: float) -> None:
         typical = self.typical_step_s

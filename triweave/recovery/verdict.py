@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from triweave.recovery.testimony import Collective, Testimony
+from triweave.recovery.statement import Collective, Statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,45 +17,45 @@ class Verdict:
     reason: str
 
 
-def judge(testimonies: Mapping[int, Testimony], world_size: int) -> Verdict:
+def judge(statements: Mapping[int, Statement], world_size: int) -> Verdict:
     """Find the rank that the others wait for.
 
     In this order: a rank that does not answer; one that does something else than wait; groups in which ranks are in
     different collectives of the same number; the rank that has called fewest collectives on a group; the one that
     has passed fewest marks.
     """
-    silent = tuple(rank for rank in range(world_size) if rank not in testimonies)
+    silent = tuple(rank for rank in range(world_size) if rank not in statements)
     if silent:
         return Verdict(silent, "does not answer: it was stopped, has ended, or its Python is held by a call into C")
     if world_size == 1:
         return Verdict((), "Its one rank stands still")
-    busy = tuple(rank for rank, one in testimonies.items() if not one.waits)
+    busy = tuple(rank for rank, one in statements.items() if not one.waits)
     if busy:
         return Verdict(busy, "waits for no other rank")
-    return _of_collectives(testimonies) or _of_progress(testimonies)
+    return _of_collectives(statements) or _of_progress(statements)
 
 
-def describe_alone(mine: Testimony, store_keeper: str, waited_s: float) -> str:
+def describe_alone(mine: Statement, store_keeper: str, waited_s: float) -> str:
     """The message of a rank that cannot reach the others."""
     keeper = f"The store, kept by {store_keeper}, does not answer: its process was stopped, or has ended"
     return "\n".join([f"the run hangs: no progress for {waited_s:.0f} s. {keeper}", *_in_full(mine)])
 
 
-def describe(verdict: Verdict, testimonies: Mapping[int, Testimony], waited_s: float) -> str:
+def describe(verdict: Verdict, statements: Mapping[int, Statement], waited_s: float) -> str:
     """The one message of a hang."""
     lines = [f"the run hangs: no progress for {waited_s:.0f} s. {_spell(verdict.guilty)}{verdict.reason}"]
-    shown = sorted(verdict.guilty) or sorted(testimonies)[:1]
-    lines += [line for rank in shown if rank in testimonies for line in _in_full(testimonies[rank])]
-    others = [one for rank, one in sorted(testimonies.items()) if rank not in shown]
+    shown = sorted(verdict.guilty) or sorted(statements)[:1]
+    lines += [line for rank in shown if rank in statements for line in _in_full(statements[rank])]
+    others = [one for rank, one in sorted(statements.items()) if rank not in shown]
     lines += [f"  rank {one.rank}: {one.where}; {_last(one)}; at {one.stack[-1]}" for one in others]
     return "\n".join(lines)
 
 
-def _of_collectives(testimonies: Mapping[int, Testimony]) -> Verdict | None:
+def _of_collectives(statements: Mapping[int, Statement]) -> Verdict | None:
     """Ranks that are behind the other members of a group, or in another collective than they."""
-    groups = sorted({group for one in testimonies.values() for group in one.collectives})
+    groups = sorted({group for one in statements.values() for group in one.collectives})
     by_group = {
-        group: {rank: one.collectives[group] for rank, one in testimonies.items() if group in one.collectives}
+        group: {rank: one.collectives[group] for rank, one in statements.items() if group in one.collectives}
         for group in groups
     }
     for group, members in by_group.items():
@@ -86,19 +86,19 @@ def _odd_ones(said: Mapping[int, object]) -> tuple[int, ...]:
     return tuple(rank for rank, answer in said.items() if not is_usual or answer != usual)
 
 
-def _of_progress(testimonies: Mapping[int, Testimony]) -> Verdict:
-    least = min(one.progress for one in testimonies.values())
-    behind = tuple(rank for rank, one in testimonies.items() if one.progress == least)
-    if len(behind) < len(testimonies):
+def _of_progress(statements: Mapping[int, Statement]) -> Verdict:
+    least = min(one.progress for one in statements.values())
+    behind = tuple(rank for rank, one in statements.items() if one.progress == least)
+    if len(behind) < len(statements):
         return Verdict(behind, "is furthest behind, though it waits too")
     return Verdict((), "Every rank waits for another at the same place: the network, or a message that was never sent")
 
 
-def _in_full(one: Testimony) -> list[str]:
+def _in_full(one: Statement) -> list[str]:
     return [f"  rank {one.rank}: {one.where}; {_last(one)}", *(f"    {frame}" for frame in one.stack)]
 
 
-def _last(one: Testimony) -> str:
+def _last(one: Statement) -> str:
     pending = [f"{c} on group {group}" for group, c in one.collectives.items() if not c.is_done]
     if pending:
         return f"in {', '.join(pending)}"

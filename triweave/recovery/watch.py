@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn, Protocol
+from typing import Protocol
 
-from triweave.recovery.testimony import Testimony, from_json, testify
+from triweave.recovery.statement import Statement, from_json, state_now
 from triweave.recovery.verdict import describe, describe_alone, judge
 
 BEAT_S = 0.25
@@ -57,7 +57,7 @@ class Watch:
         rank: int,
         world_size: int,
         store: Store | None,
-        leave: Callable[[str], NoReturn],
+        leave: Callable[[str], None],
         *,
         step_limit_s: float,
         other_limit_s: float,
@@ -123,7 +123,7 @@ class Watch:
             faulthandler.dump_traceback_later(self._limit_s + ANSWER_S, exit=False)
             # Rank 1 may speak, for the store may have gone with rank 0; the others wait for it to end them.
             if self._stalled_s() > self._limit_s + ALONE_S + (0.0 if self.rank <= 1 else ANSWER_S):
-                said = describe_alone(self._testify(), self.store_keeper, self._stalled_s())
+                said = describe_alone(self._state_now(), self.store_keeper, self._stalled_s())
                 self.leave(said if self.rank <= 1 else "")
         faulthandler.cancel_dump_traceback_later()
 
@@ -145,33 +145,33 @@ class Watch:
             self._seen, self._since = self.count, time.monotonic()
         return time.monotonic() - self._since
 
-    def _testify(self) -> Testimony:
-        return testify(self.rank, self.count, self.where())
+    def _state_now(self) -> Statement:
+        return state_now(self.rank, self.count, self.where())
 
     def _answer(self, store: Store) -> None:
         """Tell the rank that asked where this one is."""
         self._answered = True
-        store.set(_says(self.rank), self._testify().to_json())
+        store.set(_says(self.rank), self._state_now().to_json())
 
     def _inquire(self) -> None:
         """Ask all ranks where they are and tell what comes of it, unless another rank has asked first."""
         store, waited_s = self.store, self._stalled_s()
         if store is None:
-            mine = {self.rank: self._testify()}
-            self.leave(describe(judge(mine, 1), mine, waited_s))
+            mine = {self.rank: self._state_now()}
+            return self.leave(describe(judge(mine, 1), mine, waited_s))
         asked_first = store.add(_ASKED, 1) == 1
         self._answer(store)
         if not asked_first:
             self._over.wait(2 * ANSWER_S)
-            self.leave("")
+            return self.leave("")
         said = self._collect(store)
         verdict = judge(said, self.world_size)
         self._end_silent(store, [rank for rank in verdict.guilty if rank not in said])
-        self.leave(describe(verdict, said, waited_s))
+        return self.leave(describe(verdict, said, waited_s))
 
-    def _collect(self, store: Store) -> dict[int, Testimony]:
+    def _collect(self, store: Store) -> dict[int, Statement]:
         """What the ranks say, for as long as they are given."""
-        said: dict[int, Testimony] = {}
+        said: dict[int, Statement] = {}
         deadline = time.monotonic() + ANSWER_S
         while len(said) < self.world_size and time.monotonic() < deadline:
             for rank in range(self.world_size):

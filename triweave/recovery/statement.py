@@ -36,7 +36,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Testimony:
+class Statement:
     """Where a rank is."""
 
     rank: int
@@ -56,23 +56,23 @@ class Testimony:
         return json.dumps(asdict(self))
 
 
-def from_json(text: str) -> Testimony:
-    """What `Testimony.to_json` wrote."""
+def from_json(text: str) -> Statement:
+    """What `Statement.to_json` wrote."""
     values = json.loads(text)
     collectives = {
         group: Collective(**{**one, "sizes": tuple(map(tuple, one["sizes"])), "dtypes": tuple(one["dtypes"])})
         for group, one in values["collectives"].items()
     }
-    return Testimony(**{**values, "stack": tuple(values["stack"]), "collectives": collectives})
+    return Statement(**{**values, "stack": tuple(values["stack"]), "collectives": collectives})
 
 
-def testify(rank: int, progress: int, where: str) -> Testimony:
+def state_now(rank: int, progress: int, where: str) -> Statement:
     """What this process can say; called on another thread than the main one."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
     stack = tuple(f"{_short(one.filename)}:{one.lineno} {one.name}: {one.line}" for one in frames[-SHOWN_FRAMES:])
     waits = bool(frames) and ("/torch/distributed/" in frames[-1].filename or _waits(frames[-1].line or ""))
-    return Testimony(rank, progress, where, waits, stack, last_collectives())
+    return Statement(rank, progress, where, waits, stack, last_collectives())
 
 
 def last_collectives() -> dict[str, Collective]:
