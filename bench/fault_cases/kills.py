@@ -17,8 +17,9 @@ from typing import Any
 from fault_cases.rows import Row
 from fault_cases.workshop import Plant, course, make_files, make_run, start
 
+from triweave.checkpoint.kept import found
+from triweave.checkpoint.places import open_store
 from triweave.recovery.goodput import FILE, read_events
-from triweave.training.checkpoints import checkpoints
 from triweave.training.process import Process
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -72,11 +73,11 @@ def kill_oneself(kill: Kill, folder: Path, process: Process) -> None:
 
 def bits(output: Path) -> str:
     """Hash of the exported weights and of every data file of the last checkpoint."""
-    found = hashlib.sha256((output / "hf" / "model.safetensors").read_bytes())
-    last = checkpoints(output / "checkpoints")[-1]
+    total = hashlib.sha256((output / "hf" / "model.safetensors").read_bytes())
+    last = output / "checkpoints" / f"step-{newest(output)}"
     for digest in sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in last.glob("*.distcp")):
-        found.update(digest.encode())
-    return found.hexdigest()
+        total.update(digest.encode())
+    return total.hexdigest()
 
 
 def draw_kill(draw: random.Random, world_size: int, typical_s: float) -> Kill:
@@ -89,8 +90,8 @@ def draw_kill(draw: random.Random, world_size: int, typical_s: float) -> Kill:
 
 def newest(output: Path) -> int:
     """Step of the newest checkpoint, 0 without one."""
-    found = checkpoints(output / "checkpoints")
-    return int(found[-1].name.removeprefix("step-")) if found else 0
+    names = found(open_store(output / "checkpoints"))
+    return int(names[0].removeprefix("step-")) if names else 0
 
 
 def campaign(name: str, keys: dict[str, Any], kills: int, out: Path, draw: random.Random) -> Row:

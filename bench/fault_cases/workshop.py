@@ -21,9 +21,10 @@ from triweave.config.load import load_run
 from triweave.config.validate import ResolvedRun, validate
 from triweave.data.cache import PreparedData, prepare
 from triweave.recovery.stop import STOP_SIGNALS
-from triweave.training.loop import check_resume, train
+from triweave.training.loop import train
 from triweave.training.process import Process
 from triweave.training.processes import run_ranks
+from triweave.training.resume import check_resume
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -68,11 +68,23 @@ def from_json(text: str) -> Statement:
 
 def state_now(rank: int, progress: int, where: str) -> Statement:
     """What this process can say; called on another thread than the main one."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+    frames = _stack_of(threading.main_thread())
+    if frames and frames[-1].filename.endswith("/threading.py"):
+        # It waits for another thread of this process: what that one does is to be told.
+        frames = [*frames, *(one for thread in threading.enumerate() if _works(thread) for one in _stack_of(thread))]
     stack = tuple(f"{_short(one.filename)}:{one.lineno} {one.name}: {one.line}" for one in frames[-SHOWN_FRAMES:])
     waits = bool(frames) and ("/torch/distributed/" in frames[-1].filename or _waits(frames[-1].line or ""))
     return Statement(rank, progress, where, waits, stack, last_collectives())
+
+
+def _stack_of(thread: threading.Thread) -> list[traceback.FrameSummary]:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return [] if frame is None else list(traceback.extract_stack(frame))
+
+
+def _works(thread: threading.Thread) -> bool:
+    """Whether it is a thread that the main thread may wait for: the one that saves."""
+    return thread.name.startswith("saver")
 
 
 def last_collectives() -> dict[str, Collective]:

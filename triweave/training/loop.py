@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import ReduceOp, Store
+from torch.distributed import ReduceOp
 
 from triweave.collectives import all_reduce
 from triweave.config.document import to_yaml
-from triweave.config.schema import Run
 from triweave.config.validate import ResolvedRun
 from triweave.data.cache import PreparedData
 from triweave.data.dataset import Dataset
 from triweave.data.sampler import steps_for
-from triweave.errors import InputError, Problem, RunFailed
-from triweave.recovery.agreement import check_collectives, check_same, facts_of
+from triweave.errors import RunFailed
 from triweave.recovery.goodput import Timeline
-from triweave.recovery.out_of_memory import explain_out_of_memory, is_out_of_memory
-from triweave.recovery.stop import STOPPED, StopRequest, signal_name, stop_requests
-from triweave.recovery.watch import Watch, watching
+from triweave.recovery.stop import STOPPED, signal_name
 from triweave.training.batches import batch_of, training_batch, validation_batches
-from triweave.training.checkpoints import RunProgress, checkpoints, load_checkpoint, read_progress, save_checkpoint
+from triweave.training.checkpoints import RUN_FILE, RunProgress
 from triweave.training.console import Console, closing, opening
 from triweave.training.engine import DTYPES, Engine, build_engine
 from triweave.training.export import export_hugging_face
@@ -43,7 +38,9 @@ from triweave.training.metrics import (
 )
 from triweave.training.not_finite import NumberGuard
 from triweave.training.process import Process
-from triweave.training.processes import choose_device, meet, process_group, watch_over
+from triweave.training.rank import Rank, at_work
+from triweave.training.resume import Resumed, clean_up, resume, store_of
+from triweave.training.saver import Saver
 from triweave.training.step import evaluate_step, train_step
 
 VALIDATION_FILE = "validation.jsonl"
@@ -54,52 +51,30 @@ STOPPED_FILE = "stopped.json"
 
 def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> int:
     """Run the whole training on this rank; returns the exit code."""
-    runtime = resolved.run.runtime
-    device = choose_device(runtime, process)
-    if runtime.deterministic:
-        # cuBLAS asks for a fixed workspace before it is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    with stop_requests() as stop:
-        store = meet(process, runtime.timeout_s)
-        facts = facts_of(resolved, prepared.summary.fingerprint, device)
-        check_same(store, process.rank, process.world_size, facts, runtime.timeout_s)
-        with (
-            watching(watch_over(process, store, runtime)) as watch,
-            process_group(process, device, runtime.collective_timeout_s, store),
-        ):
-            try:
-                engine = build_engine(resolved, device)
-                engine.pipeline.before_action = watch.mark
-                return _Training(resolved, prepared, engine, process, stop, watch, store).run()
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                message = explain_out_of_memory(error, resolved, process.rank, watch.where())
-                raise RunFailed(message) from None
+    with at_work(resolved, prepared, process) as rank:
+        engine = build_engine(resolved, rank.device)
+        return _Training(resolved, prepared, engine, rank).run()
 
 
 class _Training:
     """One rank's run."""
 
-    def __init__(
-        self,
-        resolved: ResolvedRun,
-        prepared: PreparedData,
-        engine: Engine,
-        process: Process,
-        stop: StopRequest,
-        watch: Watch,
-        store: Store | None,
-    ) -> None:
-        self.resolved, self.prepared, self.engine = resolved, prepared, engine
-        self.process, self.stop, self.watch, self.store = process, stop, watch, store
+    def __init__(self, resolved: ResolvedRun, prepared: PreparedData, engine: Engine, rank: Rank) -> None:
+        self.resolved, self.prepared, self.engine, self.rank = resolved, prepared, engine, rank
+        self.watch = rank.watch
+        engine.pipeline.before_action = self.watch.mark
         self.run_file = resolved.run
         self.folder = Path(self.run_file.output_dir)
         self.data = prepared.train()
         self.held_out = prepared.validation()
         self.num_steps = number_of_steps(resolved, self.data)
         self.first = engine.groups.rank == 0
+        store, checkpoint = store_of(self.run_file), self.run_file.checkpoint
+        if self.first:
+            clean_up(store)
+        # A single save, at the end, has no step to stand beside.
+        asynchronous = checkpoint.asynchronous if checkpoint.every_steps else "off"
+        self.saver = Saver(store, engine, checkpoint.keep, asynchronous)
         device = engine.groups.device
         self.meter = Meter(
             engine.spec,
@@ -117,12 +92,15 @@ class _Training:
     def run(self) -> int:
         """Train from where the run is to its end; returns the exit code."""
         run, started, spent = self.run_file, time.monotonic(), 0.0
-        done = self.resume()
+        resumed = self.resume()
+        done = 0 if resumed.progress is None else resumed.progress.step
         console = Console(self.num_steps, done, speaks=self.first)
         sinks = self.open_sinks(done)
         metrics: StepMetrics | None = None
         try:
             console.say(*opening(self.resolved, self.engine, self.meter, self.prepared.summary, self.num_steps))
+            console.say(f"saves     {self.saver.method}")
+            console.say(*(f"DAMAGED   {name}: {problem}; passed over" for name, problem in resumed.bad.items()))
             if done:
                 console.say(f"resumed   at step {done}")
             self.over_ranks()
@@ -135,7 +113,7 @@ class _Training:
             for step in range(done, self.num_steps):
                 metrics, warning = self.step(step)
                 if step == done:
-                    check_collectives(self.store, self.process.rank, self.process.world_size, run.runtime.timeout_s)
+                    self.rank.check_collectives()
                 spent += metrics.step_s
                 for sink in sinks:
                     sink.write(metrics)
@@ -149,14 +127,20 @@ class _Training:
                 due = run.checkpoint.every_steps and metrics.step % run.checkpoint.every_steps == 0
                 if last or due or self.asked:
                     self.save(metrics.step)
+                console.say(*(line for saved in self.saver.news() for line in saved.lines))
                 if self.asked and not last:
                     return self.stopped(metrics.step, console)
             if run.checkpoint.export:
                 self.export()
+            self.finish_saving(console)
             tokens = (self.num_steps - done) * self.meter.tokens_per_step
             self.timeline.add("end", self.num_steps)
             console.say(closing(metrics, time.monotonic() - started, tokens), *self.where_time_went())
             return 0
+        except RunFailed:
+            # All ranks raise it in the same step. What an earlier one has saved is still to be had.
+            self.saver.finish()
+            raise
         finally:
             console.close()
             for sink in sinks:
@@ -179,6 +163,7 @@ class _Training:
         taken = time.monotonic() - begin
         warning = self.guard.look(step, batch, loss, grad_norm)
         metrics = self.meter.measure(step + 1, loss, grad_norm, rate, taken, self.over_ranks())
+        metrics = replace(metrics, failed_saves=self.saver.failed)
         self.timeline.add("step", step + 1, taken)
         every = run.validation.every_steps
         if self.held_out is not None and (step + 1 == self.num_steps or (every and (step + 1) % every == 0)):
@@ -214,38 +199,41 @@ class _Training:
         One reduction for both: the ranks agree on the step at which they stop, and it costs them nothing.
         """
         device = self.engine.groups.device
-        mine = torch.tensor((*peak_memory(device, self.engine.unseen_bytes), float(self.stop.number)), device=device)
+        mine = torch.tensor(
+            (*peak_memory(device, self.engine.unseen_bytes), float(self.rank.stop.number)), device=device
+        )
         allocated, reserved, asked = all_reduce(mine, self.engine.groups.world, ReduceOp.MAX).tolist()
         self.asked = int(asked)
         return allocated, reserved
 
-    def resume(self) -> int:
-        """Load the checkpoint that the run file asks for; returns the steps that are done."""
+    def resume(self) -> Resumed:
+        """Load the checkpoint that the run file asks for."""
         if self.first:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / STOPPED_FILE).unlink(missing_ok=True)
             self.timeline = Timeline(self.folder)
-        self.timeline.add("start", 0, at=self.process.started_at)
-        source, begin = checkpoint_to_resume(self.run_file), time.monotonic()
-        if source is None:
-            return 0
+        self.timeline.add("start", 0, at=self.rank.process.started_at)
+        begin = time.monotonic()
         self.watch.enter("loading", 0, in_step=False)
-        done = load_checkpoint(source, self.engine).step
-        self.timeline.add("restore", done, time.monotonic() - begin)
-        return done
+        resumed = resume(self.resolved, self.prepared, self.engine, self.saver.group)
+        self.saver.bad |= resumed.bad.keys()
+        if resumed.progress is not None:
+            self.timeline.add("restore", resumed.progress.step, time.monotonic() - begin)
+        return resumed
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of the state after `step` steps."""
+        """Save a checkpoint of the state after `step` steps; it may still be on its way when this returns."""
         run, begin = self.run_file, time.monotonic()
         self.watch.enter("saving", step, in_step=False)
         progress = RunProgress(
             step, run.seed, run.train.global_batch, self.prepared.summary.fingerprint, str(self.engine.layout)
         )
-        save_checkpoint(self.folder / "checkpoints", self.engine, progress, run.checkpoint.keep)
+        self.saver.save(progress, to_yaml(run))
         self.timeline.add("save", step, time.monotonic() - begin)
 
     def stopped(self, step: int, console: Console) -> int:
-        """Say that the run stops here because it was asked to; returns the exit code."""
+        """End here because the run was asked to, when all is on the disk; returns the exit code."""
+        self.finish_saving(console)
         self.timeline.add("end", step)
         console.say(f"stopped   at step {step} by {signal_name(self.asked)}; the same command goes on from there")
         console.say(*self.where_time_went())
@@ -253,6 +241,14 @@ class _Training:
             said = {"step": step, "by": signal_name(self.asked)}
             (self.folder / STOPPED_FILE).write_text(json.dumps(said) + "\n", encoding="utf-8")
         return STOPPED
+
+    def finish_saving(self, console: Console) -> None:
+        """Wait for the save that is under way, if one is."""
+        self.watch.enter("saving", self.watch.step, in_step=False)
+        self.saver.finish()
+        console.say(*(line for saved in self.saver.news() for line in saved.lines))
+        if self.saver.unsaved is not None:
+            raise RunFailed(self.saver.unsaved)
 
     def where_time_went(self) -> list[str]:
         """The last lines of the log: goodput over all starts, and how often to save."""
@@ -279,7 +275,7 @@ class _Training:
         """Where metrics go; only rank 0 writes."""
         if not self.first:
             return []
-        (self.folder / "run.yaml").write_text(to_yaml(self.run_file), encoding="utf-8")
+        (self.folder / RUN_FILE).write_text(to_yaml(self.run_file), encoding="utf-8")
         sinks: list[Sink] = [JsonLines(self.folder / "metrics.jsonl", after_step=done)]
         drop_lines(self.folder / VALIDATION_FILE, after_step=done - 1)  # after step `done` it is measured again
         if "tensorboard" in self.run_file.log.to:
@@ -293,57 +289,3 @@ def number_of_steps(resolved: ResolvedRun, data: Dataset) -> int:
     if train.steps is not None:
         return train.steps
     return steps_for(train.epochs or 1.0, data.num_sequences, train.global_batch)
-
-
-def checkpoint_to_resume(run: Run) -> Path | None:
-    """The checkpoint that `run.resume` names, None to start anew."""
-    if run.resume == "never":
-        return None
-    if run.resume != "auto":
-        return Path(run.resume)
-    found = checkpoints(Path(run.output_dir) / "checkpoints")
-    return found[-1] if found else None
-
-
-def check_resume(resolved: ResolvedRun, prepared: PreparedData) -> None:
-    """Check the checkpoint that the run goes on from, if it does; one process does this before the ranks meet.
-
-    Raises:
-        InputError: it is none, or not one of this run, or the run would write below checkpoints that go further.
-    """
-    run = resolved.run
-    source = checkpoint_to_resume(run)
-    if source is not None:
-        check_resumable(source, resolved, prepared)
-    kept = checkpoints(Path(run.output_dir) / "checkpoints")
-    begin = 0 if source is None else read_progress(source).step
-    if kept and read_progress(kept[-1]).step > begin:
-        # They would be taken for the newest of this run: kept in place of its own, and resumed from.
-        rule = f"holds {kept[-1].name} of an earlier run, and this one starts from step {begin}"
-        raise InputError(Problem("output_dir", run.output_dir, rule, "another folder, or resume: auto"))
-
-
-def check_resumable(source: Path, resolved: ResolvedRun, prepared: PreparedData) -> None:
-    """Refuse to go on with other data, another seed or another global batch: samples would be lost or repeated.
-
-    Raises:
-        InputError: one of the three differs from what the checkpoint was trained with.
-    """
-    progress, run = read_progress(source), resolved.run
-    pairs = [
-        ("seed", run.seed, progress.seed),
-        ("train.global_batch", run.train.global_batch, progress.global_batch),
-    ]
-    problems = [
-        Problem(key, now, f"differs from the {then} of the checkpoint {source}", str(then))
-        for key, now, then in pairs
-        if now != then
-    ]
-    # Another seed holds out other examples: then the data differ, and not by a mistake of their own.
-    if prepared.summary.fingerprint != progress.data and run.seed == progress.seed:
-        rule = f"gives other training sequences than those of the checkpoint {source}"
-        problems.append(
-            Problem("data.train", ", ".join(run.data.train), rule, "the former data, or another output_dir")
-        )
-    if problems:
-        raise InputError(problems)

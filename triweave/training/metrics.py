@@ -46,15 +46,19 @@ class StepMetrics:
     goodput: float = 0.0
     """Share of the time since the run's first start that went into steps that count (`recovery.goodput`)."""
     val_loss: float | None = None
+    failed_saves: int = 0
+    """Checkpoints that could not be saved since the start of this process."""
 
     def to_json(self) -> str:
-        """The line, without what was not measured; JSON knows no numbers that are none."""
+        """The line, without what was not measured and did not fail; JSON knows no numbers that are none."""
         values = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(self).items()
         }
         if self.val_loss is None:
             del values["val_loss"]
+        if not self.failed_saves:
+            del values["failed_saves"]
         return json.dumps(values)
 
 

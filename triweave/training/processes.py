@@ -30,7 +30,6 @@ from torch.distributed.rendezvous import rendezvous
 from triweave.config.schema import RuntimeConfig
 from triweave.errors import InputError, Problem, TriweaveError
 from triweave.recovery.stop import REPEAT_S, STOP_SIGNALS
-from triweave.recovery.watch import Watch
 from triweave.training.process import GRACE_S, Process, let_the_first_rank_speak
 
 SETTLE_S = 0.5
@@ -73,19 +72,6 @@ def meet(process: Process, timeout_s: float) -> Store | None:
         # 135712). The attempts of several hosts may be numbered differently: there torchrun must be told, see docs.
         store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return store
-
-
-def watch_over(process: Process, store: Store | None, runtime: RuntimeConfig) -> Watch:
-    """The watch of this rank, with a connection to the store that the main thread cannot hold up."""
-    return Watch(
-        process.rank,
-        process.world_size,
-        None if store is None else store.clone(),  # type: ignore[attr-defined]
-        process.leave,
-        step_limit_s=runtime.hang_timeout_s or runtime.timeout_s,
-        other_limit_s=runtime.timeout_s,
-        store_keeper=process.store_keeper,
-    )
 
 
 @contextmanager
