@@ -68,7 +68,7 @@ def workspace_with(source: Path, folder: Path, **failure: object) -> Path:
 @pytest.mark.parametrize(
     ("rank", "action", "message"),
     [
-        (2, DIES, "error: rank 2 was ended by SIGKILL"),
+        (2, DIES, "error: rank 2 was ended by SIGKILL; if nobody did, the kernel, for want of host memory"),
         (1, RAISES, "error: rank 1 failed"),
     ],
     ids=["dies", "raises"],

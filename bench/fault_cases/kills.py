@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2, shard full": {"layout.dp": 2, "layout.shard": "full"},
     "tp2 pp2": {"layout.tp": 2, "layout.pp": 2},
 }
-KILLS, QUICK_KILLS = 27, 3
+KILLS, QUICK_KILLS = 23, 2
 """Of each layout."""
 
 CALLS = ("fsync", "rename", "replace", "unlink", "open", "rmdir")
@@ -137,8 +138,12 @@ def campaign(name: str, keys: dict[str, Any], kills: int, out: Path, draw: rando
 
 
 def run(quick: bool, out: Path) -> list[Row]:
-    """Kill ranks of every layout (`quick`: of two)."""
+    """Kill ranks of every layout (`quick`: of one)."""
     make_files(out)
     draw = random.Random(2026)  # noqa: S311
-    chosen = list(LAYOUTS.items())[::7] if quick else list(LAYOUTS.items())
-    return [campaign(name, keys, QUICK_KILLS if quick else KILLS, out, draw) for name, keys in chosen]
+    chosen = list(LAYOUTS.items())[5:6] if quick else list(LAYOUTS.items())
+    rows = []
+    for name, keys in chosen:
+        rows.append(campaign(name, keys, QUICK_KILLS if quick else KILLS, out, draw))
+        print(rows[-1], file=sys.stderr, flush=True)  # the whole takes half an hour
+    return rows

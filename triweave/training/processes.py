@@ -317,14 +317,20 @@ def _wait_for(ranks: Mapping[Connection, BaseProcess]) -> int:
             ending = _told(told, waiting.pop(told))
             if ending.message:
                 failures.append(ending)
-                is_verdict = ending.time_s == _BEFORE_ALL
-                deadline = min(deadline, time.monotonic() + (0.0 if is_verdict else SETTLE_S))
+                deadline = min(deadline, time.monotonic() + _patience_s(ending))
             answer = answer or ending.code
     if not failures:
         return answer
     first = min(failures, key=lambda ending: (ending.is_consequence, ending.time_s))
     print(f"error: {first.message}", file=sys.stderr, flush=True)
     return first.code
+
+
+def _patience_s(ending: Ending) -> float:
+    """Time in which something may be heard that is more to the point."""
+    if ending.time_s == _BEFORE_ALL:
+        return 0.0
+    return GRACE_S if ending.is_consequence else SETTLE_S
 
 
 _LIKELY_CAUSES = {
