@@ -34,7 +34,9 @@ def run(quick: bool, out: Path) -> list[Row]:
     chance = random.Random(1)  # noqa: S311 - no secret
     count = 40 if quick else 400
     return [
-        bench.row("one bit flipped, anywhere in the data files", [flip(where, chance, "*.distcp") for _ in range(count)]),
+        bench.row(
+            "one bit flipped, anywhere in the data files", [flip(where, chance, "*.distcp") for _ in range(count)]
+        ),
         bench.row("one bit flipped in the small files", [flip(where, chance, "[.mpr]*") for _ in range(count // 2)]),
         bench.row("512 bytes of zeros", [zeros(where, chance) for _ in range(count // 4)]),
         bench.row("cut: to nothing, to half, by a byte", list(cuts(where))),
