@@ -50,9 +50,11 @@ def write_snapshot(folder: Path, rank: int) -> Path:
 
 
 def what_would_fit(resolved: ResolvedRun) -> list[str]:
-    """What the planner predicts of the layout, by component, and the single changes that take less."""
+    """What the planner predicts of the layout, by component, and the nearest layouts that it says would fit."""
+    from triweave.planner.answer import spell_layout
     from triweave.planner.explain import why
     from triweave.planner.request import Request, price
+    from triweave.planner.search import search
 
     run, cluster = resolved.run, resolved.cluster
     if cluster is None or cluster.gpu.usable_bytes == 0:
@@ -72,11 +74,10 @@ def what_would_fit(resolved: ResolvedRun) -> list[str]:
     largest = sorted(fullest.components.items(), key=lambda item: -item[1])[:5]
     spelled = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
     # It did not fit, whatever was predicted.
-    changes = [
-        line
-        for line in why(request, replace(candidate, fits=False))
-        if line.startswith(("fits with", "no single change"))
-    ]
+    changes = [line for line in why(request, replace(candidate, fits=False)) if line.startswith("fits with")]
+    if not changes:
+        best = search(request, 1).candidates
+        changes = [f"no single change makes it fit; plan's first answer is {spell_layout(one.layout)}" for one in best]
     return [
         f"predicted {fullest.used_bytes / GIB:.1f} of {request.capacity_bytes / GIB:.1f} GiB on pipeline rank"
         f" {fullest.pp_rank} (GiB: {spelled})",
