@@ -11,6 +11,7 @@ import faulthandler
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,6 +84,8 @@ class Watch:
         self._limit_s = other_limit_s
         self._seen, self._since = -1, time.monotonic()
         self._answered = False
+        self._heard = time.monotonic()
+        """When the store last answered."""
         self._over = threading.Event()
 
     # --- the main thread --------------------------------------------------------------------------------------
@@ -111,8 +114,11 @@ class Watch:
             try:
                 if self._stalled_s() > self._limit_s:
                     self._inquire()
-                if not self._answered and self.store is not None and self.store.check([_ASKED]):
-                    self._answer(self.store)
+                if self.store is not None:
+                    asked = self.store.check([_ASKED])
+                    self._heard = time.monotonic()
+                    if asked and not self._answered:
+                        self._answer(self.store)
             except RuntimeError:
                 return  # the store is gone: `guard` goes on without it
 
@@ -120,9 +126,11 @@ class Watch:
         """See that `run` itself is not held up: by a store whose keeper is gone, or by the interpreter."""
         while not self._pause():
             # Needs no interpreter: says where the main thread is even if a call into C never lets go of it.
-            faulthandler.dump_traceback_later(self._limit_s + ANSWER_S, exit=False)
+            if sys.__stderr__ is not None:
+                faulthandler.dump_traceback_later(self._limit_s + ANSWER_S, exit=False, file=sys.__stderr__)
             # Rank 1 may speak, for the store may have gone with rank 0; the others wait for it to end them.
-            if self._stalled_s() > self._limit_s + ALONE_S + (0.0 if self.rank <= 1 else ANSWER_S):
+            late_s = ALONE_S + (0.0 if self.rank <= 1 else ANSWER_S)
+            if self._stalled_s() > self._limit_s + late_s and time.monotonic() - self._heard > ANSWER_S:
                 said = describe_alone(self._state_now(), self.store_keeper, self._stalled_s())
                 self.leave(said if self.rank <= 1 else "")
         faulthandler.cancel_dump_traceback_later()
@@ -162,6 +170,7 @@ class Watch:
         asked_first = store.add(_ASKED, 1) == 1
         self._answer(store)
         if not asked_first:
+            self._heard = time.monotonic() + ANSWER_S
             self._over.wait(2 * ANSWER_S)
             return self.leave("")
         said = self._collect(store)
@@ -172,11 +181,13 @@ class Watch:
     def _collect(self, store: Store) -> dict[int, Statement]:
         """What the ranks say, for as long as they are given."""
         said: dict[int, Statement] = {}
+        self._heard = time.monotonic()
         deadline = time.monotonic() + ANSWER_S
         while len(said) < self.world_size and time.monotonic() < deadline:
             for rank in range(self.world_size):
                 if rank not in said and store.check([_says(rank)]):
                     said[rank] = from_json(store.get(_says(rank)).decode())
+            self._heard = time.monotonic()
             time.sleep(BEAT_S / 5)
         return said
 
