@@ -93,12 +93,13 @@ class LocalStore:
             shutil.rmtree(self.root / former)
 
     def delete(self, folder: str) -> None:
-        """Under another name first: nobody finds half a checkpoint."""
-        gone = _aside(folder.strip("."), "deleted")
-        try:
-            (self.root / folder).rename(self.root / gone)
-        except FileNotFoundError:
+        """Under another name first: nobody finds half a checkpoint. A working folder nobody looks for."""
+        if not (self.root / folder).exists():
             return
+        gone = folder
+        if _LEFT_OVER.fullmatch(folder) is None:
+            gone = _aside(folder, "deleted")
+            (self.root / folder).rename(self.root / gone)
         shutil.rmtree(self.root / gone)
 
     def sweep(self) -> None:
@@ -120,7 +121,8 @@ class LocalStore:
 
     def give_hint(self, name: str) -> None:
         """Replace `latest` in one step."""
-        partial = self.root / f".{HINT_FILE}.{uuid.uuid4().hex[:12]}"
+        partial = self.root / f".{HINT_FILE}.partial"
+        partial.unlink(missing_ok=True)
         with new_file(partial) as file:
             file.write(f"{name}\n".encode())
         partial.replace(self.root / HINT_FILE)
