@@ -82,7 +82,7 @@ def test_duration(seconds: float, text: str) -> None:
 def test_json_line() -> None:
     """A line of metrics.jsonl has exactly the documented keys, and a validation loss only where it was measured."""
     keys = ["step", "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s_per_gpu", "tflops_per_gpu"]
-    keys += ["mfu_causal", "mfu_full", "peak_allocated_gib", "peak_reserved_gib"]
+    keys += ["mfu_causal", "mfu_full", "peak_allocated_gib", "peak_reserved_gib", "goodput"]
     assert list(json.loads(measured().to_json())) == keys
     with_loss = json.loads(replace(measured(), val_loss=2.0).to_json())
     assert list(with_loss) == [*keys, "val_loss"]

@@ -61,6 +61,9 @@ def stumble_over_killed(process: Process) -> int:
     raise RuntimeError("connection closed by peer")
 
 
+KILLED = "error: rank {} was ended by SIGKILL; if nobody did, the kernel, for want of host memory\n"
+
+
 def answer_of(process: Process) -> int:
     """All is well but the answer."""
     return 1 if process.rank == 0 else 0
@@ -71,7 +74,11 @@ def answer_of(process: Process) -> int:
     [
         (functools.partial(leave, 7), 1, "error: rank 1 left with exit code 7\n"),
         (functools.partial(leave, 0), 1, "error: rank 1 left with exit code 0\n"),
-        (functools.partial(die, signal.SIGKILL), 1, "error: rank 1 was ended by SIGKILL\n"),
+        (
+            functools.partial(die, signal.SIGKILL),
+            1,
+            KILLED.format(1),
+        ),
         (functools.partial(die, signal.SIGABRT), 1, "error: rank 1 was ended by SIGABRT\n"),
         (functools.partial(refuse, AnswerIsNo), 1, "error: it does not fit\n"),
         (functools.partial(refuse, InputError), 2, "error: a.b = 3: is odd\n"),
@@ -105,7 +112,7 @@ def test_first_of_several_failures_is_told(capfd: pytest.CaptureFixture[str], tm
 def test_killed_rank_is_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
     """Others that stumble over its closed connections may be heard earlier."""
     assert run_ranks(4, stumble_over_killed) == 1
-    assert capfd.readouterr().err == "error: rank 2 was ended by SIGKILL\n"
+    assert capfd.readouterr().err == KILLED.format(2)
 
 
 def test_earlier_failure_is_told_though_heard_later(capfd: pytest.CaptureFixture[str]) -> None:

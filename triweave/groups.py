@@ -83,32 +83,35 @@ def make_groups(
         return single_process(device)
     rank = dist.get_rank()
     world = Group(tuple(range(layout.world_size)), rank, dist.group.WORLD)
-    by_axis = {axis: _make(layout.groups(axis), rank, timeout_s) for axis in AXES}
+    by_axis = {axis: _make(axis, layout.groups(axis), rank, timeout_s) for axis in AXES}
     pipelines = layout.groups("pp")
     tied = alone(rank)
     if has_tied_copy(spec, layout):
         last = layout.stage_owner(layout.num_stages - 1)
-        tied = _make([(pipeline[0], pipeline[last]) for pipeline in pipelines], rank, timeout_s)
+        tied = _make("tied", [(pipeline[0], pipeline[last]) for pipeline in pipelines], rank, timeout_s)
     replicas = kv_replicas(spec, layout.tp)
     kv_groups = [group[i : i + replicas] for group in layout.groups("tp") for i in range(0, layout.tp, replicas)]
     links: dict[Channel, Group] = {}
     for channel in sorted(channels):
         for pipeline in pipelines:
-            pair = _make([(pipeline[channel.source], pipeline[channel.destination])], rank, timeout_s)
+            pair = _make("pipeline", [(pipeline[channel.source], pipeline[channel.destination])], rank, timeout_s)
             if pair.handle is not None:
                 links[channel] = pair
                 _use_once(pair, device)
-    kv = _make(kv_groups, rank, timeout_s)
+    kv = _make("kv", kv_groups, rank, timeout_s)
     return Groups(layout, rank, device, world, by_axis["tp"], by_axis["dp"], kv, tied, links)
 
 
-def _make(groups: list[tuple[int, ...]], rank: int, timeout_s: float) -> Group:
-    """Make all of `groups` (every rank takes part in making each) and return the one that holds `rank`."""
+def _make(name: str, groups: list[tuple[int, ...]], rank: int, timeout_s: float) -> Group:
+    """Make all of `groups` (every rank takes part in making each) and return the one that holds `rank`.
+
+    `name` is for people: messages about a hang show it.
+    """
     mine = alone(rank)
     for ranks in groups:
         if len(ranks) == 1:
             continue
-        handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+        handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), group_desc=name)
         if rank in ranks:
             mine = Group(ranks, ranks.index(rank), handle)
     return mine

@@ -120,6 +120,14 @@ class TrainConfig:
     """Passes over the training data; or give steps."""
     steps: int | None = None
     """Optimizer steps; or give epochs."""
+    on_not_finite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is no number updates nothing: then `stop`, or `skip` to the next batch."""
+    max_skipped_steps: int = 10
+    """With `on_not_finite: skip`, the run ends when so many steps in a row were skipped."""
+    on_spike: Literal["ignore", "warn", "stop"] = "warn"
+    """When the loss rises spike_factor deviations above the median of the last 64 steps; `stop` ends before saving."""
+    spike_factor: float = 10.0
+    """Deviations (1.4826 x median absolute deviation, at least 1 % of the median) that make a spike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +147,13 @@ class CheckpointConfig:
     every_steps: int = 0
     """Steps between checkpoints; 0 saves only the last step."""
     keep: int = 3
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep. Damaged ones do not count."""
+    asynchronous: Literal["auto", "off"] = "auto"
+    """Write beside training, from a copy in host memory: `auto` where every host has room for it (the log says)."""
+    path: str | None = None
+    """Folder, or URL that fsspec knows, as in s3://bucket/run; left out, output_dir/checkpoints."""
+    hours_between_failures: float = 24.0
+    """Mean hours between two ends of the run that nobody asked for: the run recommends every_steps by it."""
     export: bool = True
     """Write a Hugging Face folder (output_dir/hf) after the last step."""
 
@@ -161,13 +175,20 @@ class RuntimeConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where it runs: NCCL on GPUs, gloo on the CPU. `auto` takes GPUs when every rank can have one."""
     timeout_s: int = 600
-    """Seconds after which a rank that waits for the others gives up."""
+    """Seconds that starting, loading, saving and exporting may take without progress before the run gives up."""
+    hang_timeout_s: int = 300
+    """Seconds without progress in a step or validation before the run says which rank hangs, and ends; 0: timeout_s."""
     overlap_tp: Literal["auto", "off"] = "auto"
     """Tensor-parallel communication behind products: `auto` where GPUs can copy from one another (the log says)."""
     overlap_dp: Literal["auto", "off"] = "auto"
     """Weights and gradients of replicas on one host copied from GPU to GPU, not by collectives, likewise."""
     deterministic: bool = False
     """Use only kernels whose result does not depend on timing; slower."""
+
+    @property
+    def collective_timeout_s(self) -> int:
+        """Seconds after which a collective gives up: late enough for the watch to say first why it hangs."""
+        return max(self.timeout_s, self.hang_timeout_s) + 30
 
 
 @dataclass(frozen=True, slots=True)

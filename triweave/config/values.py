@@ -23,7 +23,10 @@ class _Range:
 
 _RANGES = (
     _Range(
-        ("optimizer.learning_rate", "optimizer.eps", "train.epochs"),
+        (
+            *("optimizer.learning_rate", "optimizer.eps", "train.epochs"),
+            *("train.spike_factor", "checkpoint.hours_between_failures"),
+        ),
         lambda number: 0 < number < math.inf,
         "must be greater than 0",
     ),
@@ -34,13 +37,16 @@ _RANGES = (
         "0.0",
     ),
     _Range(
-        ("train.steps", "validation.max_batches", "checkpoint.keep", "log.every_steps", "runtime.timeout_s"),
+        (
+            *("train.steps", "train.max_skipped_steps", "validation.max_batches"),
+            *("checkpoint.keep", "log.every_steps", "runtime.timeout_s"),
+        ),
         lambda number: number >= 1,
         "must be at least 1",
         "1",
     ),
     _Range(
-        ("optimizer.warmup_steps", "validation.every_steps", "checkpoint.every_steps"),
+        ("optimizer.warmup_steps", "validation.every_steps", "checkpoint.every_steps", "runtime.hang_timeout_s"),
         lambda number: number >= 0,
         "must be at least 0",
         "0",

@@ -69,7 +69,7 @@ def step_rates(step: Tensor, divisor: Tensor | None, learning_rate: float, confi
 
     Args:
         step: of this update, from 1.
-        divisor: float32 scalar that gradients are divided by first.
+        divisor: float32 scalar that gradients are divided by first; not a number to change nothing.
         learning_rate: of this step.
         config: betas.
 
@@ -103,6 +103,7 @@ def _adamw(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     step_size, correction, scale = tl.load(rates), tl.load(rates + 1), tl.load(rates + 2)
+    inside = inside & (scale == scale)  # a step whose gradient is no number changes nothing
     g = tl.load(gradient + at, mask=inside, other=0.0) * scale
     m = tl.load(exp_avg + at, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)

@@ -85,7 +85,7 @@ def build_engine(
     if run.model.fp8:
         check_fp8(device)
     schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, resolved.num_micro_batches)
-    groups = make_groups(layout, spec, channels(schedule), device, run.runtime.timeout_s)
+    groups = make_groups(layout, spec, channels(schedule), device, run.runtime.collective_timeout_s)
     kernel = choose_kernel(run.model.attention, device)
     dtype = DTYPES[run.model.dtype]
     sequence_parallel = layout.uses_sequence_parallel

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.distributed import ReduceOp
 
 from triweave.collectives import all_reduce
 from triweave.config.document import to_yaml
-from triweave.config.schema import Run
 from triweave.config.validate import ResolvedRun
 from triweave.data.cache import PreparedData
 from triweave.data.dataset import Dataset
 from triweave.data.sampler import steps_for
-from triweave.errors import InputError, Problem, RunFailed
+from triweave.errors import RunFailed
+from triweave.recovery.goodput import Timeline
+from triweave.recovery.stop import STOPPED, signal_name
 from triweave.training.batches import batch_of, training_batch, validation_batches
-from triweave.training.checkpoints import RunProgress, checkpoints, load_checkpoint, read_progress, save_checkpoint
+from triweave.training.checkpoints import RUN_FILE, RunProgress
 from triweave.training.console import Console, closing, opening
 from triweave.training.engine import DTYPES, Engine, build_engine
 from triweave.training.export import export_hugging_face
@@ -36,38 +37,45 @@ from triweave.training.metrics import (
     drop_lines,
     peak_memory,
 )
+from triweave.training.not_finite import NumberGuard
 from triweave.training.process import Process
-from triweave.training.processes import choose_device, process_group
+from triweave.training.rank import Rank, at_work
+from triweave.training.resume import Resumed, clean_up, resume, store_of
+from triweave.training.saver import Saver
 from triweave.training.step import evaluate_step, train_step
 
 VALIDATION_FILE = "validation.jsonl"
 
+STOPPED_FILE = "stopped.json"
+"""Left behind by a run that stopped on request, for launchers that hide exit codes; gone once it goes on."""
+
 
 def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> int:
     """Run the whole training on this rank; returns the exit code."""
-    run = resolved.run
-    device = choose_device(run.runtime, process)
-    if run.runtime.deterministic:
-        # cuBLAS asks for a fixed workspace before it is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    with process_group(process, device, run.runtime.timeout_s):
-        engine = build_engine(resolved, device)
-        _Training(resolved, prepared, engine).run()
-    return 0
+    with at_work(resolved, prepared, process) as rank:
+        engine = build_engine(resolved, rank.device)
+        return _Training(resolved, prepared, engine, rank).run()
 
 
 class _Training:
     """One rank's run."""
 
-    def __init__(self, resolved: ResolvedRun, prepared: PreparedData, engine: Engine) -> None:
-        self.resolved, self.prepared, self.engine = resolved, prepared, engine
+    def __init__(self, resolved: ResolvedRun, prepared: PreparedData, engine: Engine, rank: Rank) -> None:
+        self.resolved, self.prepared, self.engine, self.rank = resolved, prepared, engine, rank
+        self.watch = rank.watch
+        engine.pipeline.before_action = self.watch.mark
         self.run_file = resolved.run
         self.folder = Path(self.run_file.output_dir)
         self.data = prepared.train()
         self.held_out = prepared.validation()
         self.num_steps = number_of_steps(resolved, self.data)
         self.first = engine.groups.rank == 0
+        store, checkpoint = store_of(self.run_file), self.run_file.checkpoint
+        if self.first:
+            clean_up(store)
+        # A single save, at the end, has no step to stand beside.
+        asynchronous = checkpoint.asynchronous if checkpoint.every_steps else "off"
+        self.saver = Saver(store, engine, checkpoint.keep, asynchronous)
         device = engine.groups.device
         self.meter = Meter(
             engine.spec,
@@ -77,27 +85,39 @@ class _Training:
             device_peak_flops(device),
             device_capacity(device),
         )
+        self.guard = NumberGuard(engine, self.run_file, self.data, self.folder)
+        self.timeline = Timeline(None)
+        self.asked = 0
+        """Number of the signal by which any rank was asked to stop; the same on all ranks, for they agree on it."""
 
-    def run(self) -> None:
-        """Train from where the run is to its end."""
+    def run(self) -> int:
+        """Train from where the run is to its end; returns the exit code."""
         run, started, spent = self.run_file, time.monotonic(), 0.0
-        done = self.resume()
+        resumed = self.resume()
+        done = 0 if resumed.progress is None else resumed.progress.step
         console = Console(self.num_steps, done, speaks=self.first)
         sinks = self.open_sinks(done)
         metrics: StepMetrics | None = None
         try:
             console.say(*opening(self.resolved, self.engine, self.meter, self.prepared.summary, self.num_steps))
+            console.say(f"saves     {self.saver.method}")
+            console.say(*(f"DAMAGED   {name}: {problem}; passed over" for name, problem in resumed.bad.items()))
             if done:
                 console.say(f"resumed   at step {done}")
+            self.over_ranks()
+            if self.asked:
+                return self.stopped(done, console)
             if self.held_out is not None:
-                loss = self.validate(self.held_out)
+                loss = self.validate(self.held_out, done)
                 console.say(f"held out  loss {loss:.4f} before step {done + 1}")
                 self.record_validation(done, loss)
             foretold = Foretold(self.resolved, self.engine, self.folder, speaks=self.first)
             for step in range(done, self.num_steps):
                 foretold.before(step - done + 1)
-                metrics = self.step(step)
+                metrics, warning = self.step(step)
                 console.say(*foretold.after(step - done + 1))
+                if step == done:
+                    self.rank.check_collectives()
                 spent += metrics.step_s
                 for sink in sinks:
                     sink.write(metrics)
@@ -105,38 +125,60 @@ class _Training:
                 if last or metrics.step % run.log.every_steps == 0:
                     left = spent / (metrics.step - done) * (self.num_steps - metrics.step)
                     console.say(self.meter.line(metrics, self.num_steps, left))
+                if warning:
+                    console.say(f"warning   {warning}")
                 console.advance()
-                if last or (run.checkpoint.every_steps and metrics.step % run.checkpoint.every_steps == 0):
+                due = run.checkpoint.every_steps and metrics.step % run.checkpoint.every_steps == 0
+                if last or due or self.asked:
                     self.save(metrics.step)
+                console.say(*(line for saved in self.saver.news() for line in saved.lines))
+                if self.asked and not last:
+                    return self.stopped(metrics.step, console)
             if run.checkpoint.export:
                 self.export()
+            self.finish_saving(console)
             tokens = (self.num_steps - done) * self.meter.tokens_per_step
-            console.say(closing(metrics, time.monotonic() - started, tokens))
+            self.timeline.add("end", self.num_steps)
+            console.say(closing(metrics, time.monotonic() - started, tokens), *self.where_time_went())
+            return 0
+        except RunFailed:
+            # All ranks raise it in the same step. What an earlier one has saved is still to be had.
+            self.saver.finish()
+            raise
         finally:
             console.close()
             for sink in sinks:
                 sink.close()
 
-    def step(self, step: int) -> StepMetrics:
-        """One step and its measurements."""
+    def step(self, step: int) -> tuple[StepMetrics, str]:
+        """One step: its measurements, and a warning if there is something to say of its numbers."""
         run = self.run_file
         begin = time.monotonic()
         rate = learning_rate(run.optimizer, step, self.num_steps)
-        batch = training_batch(self.data, self.engine, seed=run.seed, step=step, global_batch=run.train.global_batch)
+        self.watch.enter("reading data", step + 1)
+        try:
+            batch = training_batch(
+                self.data, self.engine, seed=run.seed, step=step, global_batch=run.train.global_batch
+            )
+        except (OSError, ValueError, IndexError) as error:
+            raise RunFailed(f"step {step + 1}: the data in {self.prepared.folder} cannot be read ({error})") from None
+        self.watch.enter("computing", step + 1)
         loss, grad_norm = train_step(self.engine, batch, rate, run.optimizer.max_grad_norm)
-        if not (loss == loss and grad_norm < float("inf")):
-            raise RunFailed(f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved")
         taken = time.monotonic() - begin
-        metrics = self.meter.measure(step + 1, loss, grad_norm, rate, taken, self.peak_over_ranks())
+        warning = self.guard.look(step, batch, loss, grad_norm)
+        metrics = self.meter.measure(step + 1, loss, grad_norm, rate, taken, self.over_ranks())
+        metrics = replace(metrics, failed_saves=self.saver.failed)
+        self.timeline.add("step", step + 1, taken)
         every = run.validation.every_steps
         if self.held_out is not None and (step + 1 == self.num_steps or (every and (step + 1) % every == 0)):
-            metrics = replace(metrics, val_loss=self.validate(self.held_out))
+            metrics = replace(metrics, val_loss=self.validate(self.held_out, step + 1))
             self.record_validation(step + 1, metrics.val_loss)
-        return metrics
+        return replace(metrics, goodput=self.timeline.ledger.goodput), warning
 
-    def validate(self, held_out: Dataset) -> float:
-        """Mean loss over the trained tokens of the held-out data."""
-        run = self.run_file
+    def validate(self, held_out: Dataset, step: int) -> float:
+        """Mean loss over the trained tokens of the held-out data, after `step` steps."""
+        run, begin = self.run_file, time.monotonic()
+        self.watch.enter("validating", step)
         total, tokens = 0.0, 0
         for ids in validation_batches(
             held_out,
@@ -146,6 +188,7 @@ class _Training:
             batch = batch_of(held_out, self.engine, ids)
             total += evaluate_step(self.engine, batch)
             tokens += batch.trained_tokens
+        self.timeline.add("validation", step, time.monotonic() - begin)
         return total / max(1, tokens)
 
     def record_validation(self, step: int, loss: float | None) -> None:
@@ -154,29 +197,73 @@ class _Training:
             with (self.folder / VALIDATION_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "val_loss": loss}) + "\n")
 
-    def peak_over_ranks(self) -> tuple[float, float]:
-        """Largest peak of allocated and of reserved bytes over all ranks."""
+    def over_ranks(self) -> tuple[float, float]:
+        """Largest peak of allocated and of reserved bytes over all ranks; and whether any of them was asked to stop.
+
+        One reduction for both: the ranks agree on the step at which they stop, and it costs them nothing.
+        """
         device = self.engine.groups.device
-        peaks = torch.tensor(peak_memory(device, self.engine.unseen_bytes), device=device)
-        allocated, reserved = all_reduce(peaks, self.engine.groups.world, torch.distributed.ReduceOp.MAX).tolist()
+        mine = torch.tensor(
+            (*peak_memory(device, self.engine.unseen_bytes), float(self.rank.stop.number)), device=device
+        )
+        allocated, reserved, asked = all_reduce(mine, self.engine.groups.world, ReduceOp.MAX).tolist()
+        self.asked = int(asked)
         return allocated, reserved
 
-    def resume(self) -> int:
-        """Load the checkpoint that the run file asks for; returns the steps that are done."""
-        source = checkpoint_to_resume(self.run_file)
-        return 0 if source is None else load_checkpoint(source, self.engine).step
+    def resume(self) -> Resumed:
+        """Load the checkpoint that the run file asks for."""
+        if self.first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / STOPPED_FILE).unlink(missing_ok=True)
+            self.timeline = Timeline(self.folder)
+        self.timeline.add("start", 0, at=self.rank.process.started_at)
+        begin = time.monotonic()
+        self.watch.enter("loading", 0, in_step=False)
+        resumed = resume(self.resolved, self.prepared, self.engine, self.saver.group)
+        self.saver.bad |= resumed.bad.keys()
+        if resumed.progress is not None:
+            self.timeline.add("restore", resumed.progress.step, time.monotonic() - begin)
+        return resumed
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of the state after `step` steps."""
-        run = self.run_file
+        """Save a checkpoint of the state after `step` steps; it may still be on its way when this returns."""
+        run, begin = self.run_file, time.monotonic()
+        self.watch.enter("saving", step, in_step=False)
         progress = RunProgress(
             step, run.seed, run.train.global_batch, self.prepared.summary.fingerprint, str(self.engine.layout)
         )
-        save_checkpoint(self.folder / "checkpoints", self.engine, progress, run.checkpoint.keep)
+        self.saver.save(progress, to_yaml(run))
+        self.timeline.add("save", step, time.monotonic() - begin)
+
+    def stopped(self, step: int, console: Console) -> int:
+        """End here because the run was asked to, when all is on the disk; returns the exit code."""
+        self.finish_saving(console)
+        self.timeline.add("end", step)
+        console.say(f"stopped   at step {step} by {signal_name(self.asked)}; the same command goes on from there")
+        console.say(*self.where_time_went())
+        if self.first:
+            said = {"step": step, "by": signal_name(self.asked)}
+            (self.folder / STOPPED_FILE).write_text(json.dumps(said) + "\n", encoding="utf-8")
+        return STOPPED
+
+    def finish_saving(self, console: Console) -> None:
+        """Wait for the save that is under way, if one is."""
+        self.watch.enter("saving", self.watch.step, in_step=False)
+        self.saver.finish()
+        console.say(*(line for saved in self.saver.news() for line in saved.lines))
+        if self.saver.unsaved is not None:
+            raise RunFailed(self.saver.unsaved)
+
+    def where_time_went(self) -> list[str]:
+        """The last lines of the log: goodput over all starts, and how often to save."""
+        ledger = self.timeline.ledger
+        advice = ledger.recommend(self.run_file.checkpoint.hours_between_failures)
+        return [f"goodput   {ledger.summary()}", *([f"          {advice}"] if advice else [])]
 
     def export(self) -> None:
         """Write the Hugging Face folder."""
-        run = self.run_file
+        run, begin = self.run_file, time.monotonic()
+        self.watch.enter("exporting", self.num_steps, in_step=False)
         export_hugging_face(
             self.engine,
             self.folder / "hf",
@@ -186,13 +273,13 @@ class _Training:
             # A model that is served with another template than it was trained with answers worse.
             chat_template=self.prepared.chat_template() if run.data.chat_template else None,
         )
+        self.timeline.add("export", self.num_steps, time.monotonic() - begin)
 
     def open_sinks(self, done: int) -> list[Sink]:
         """Where metrics go; only rank 0 writes."""
         if not self.first:
             return []
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "run.yaml").write_text(to_yaml(self.run_file), encoding="utf-8")
+        (self.folder / RUN_FILE).write_text(to_yaml(self.run_file), encoding="utf-8")
         sinks: list[Sink] = [JsonLines(self.folder / "metrics.jsonl", after_step=done)]
         drop_lines(self.folder / VALIDATION_FILE, after_step=done - 1)  # after step `done` it is measured again
         if "tensorboard" in self.run_file.log.to:
@@ -206,57 +293,3 @@ def number_of_steps(resolved: ResolvedRun, data: Dataset) -> int:
     if train.steps is not None:
         return train.steps
     return steps_for(train.epochs or 1.0, data.num_sequences, train.global_batch)
-
-
-def checkpoint_to_resume(run: Run) -> Path | None:
-    """The checkpoint that `run.resume` names, None to start anew."""
-    if run.resume == "never":
-        return None
-    if run.resume != "auto":
-        return Path(run.resume)
-    found = checkpoints(Path(run.output_dir) / "checkpoints")
-    return found[-1] if found else None
-
-
-def check_resume(resolved: ResolvedRun, prepared: PreparedData) -> None:
-    """Check the checkpoint that the run goes on from, if it does; one process does this before the ranks meet.
-
-    Raises:
-        InputError: it is none, or not one of this run, or the run would write below checkpoints that go further.
-    """
-    run = resolved.run
-    source = checkpoint_to_resume(run)
-    if source is not None:
-        check_resumable(source, resolved, prepared)
-    kept = checkpoints(Path(run.output_dir) / "checkpoints")
-    begin = 0 if source is None else read_progress(source).step
-    if kept and read_progress(kept[-1]).step > begin:
-        # They would be taken for the newest of this run: kept in place of its own, and resumed from.
-        rule = f"holds {kept[-1].name} of an earlier run, and this one starts from step {begin}"
-        raise InputError(Problem("output_dir", run.output_dir, rule, "another folder, or resume: auto"))
-
-
-def check_resumable(source: Path, resolved: ResolvedRun, prepared: PreparedData) -> None:
-    """Refuse to go on with other data, another seed or another global batch: samples would be lost or repeated.
-
-    Raises:
-        InputError: one of the three differs from what the checkpoint was trained with.
-    """
-    progress, run = read_progress(source), resolved.run
-    pairs = [
-        ("seed", run.seed, progress.seed),
-        ("train.global_batch", run.train.global_batch, progress.global_batch),
-    ]
-    problems = [
-        Problem(key, now, f"differs from the {then} of the checkpoint {source}", str(then))
-        for key, now, then in pairs
-        if now != then
-    ]
-    # Another seed holds out other examples: then the data differ, and not by a mistake of their own.
-    if prepared.summary.fingerprint != progress.data and run.seed == progress.seed:
-        rule = f"gives other training sequences than those of the checkpoint {source}"
-        problems.append(
-            Problem("data.train", ", ".join(run.data.train), rule, "the former data, or another output_dir")
-        )
-    if problems:
-        raise InputError(problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ class StepMetrics:
     step: int
     """Steps done, from 1."""
     loss: float
-    """Mean over the trained tokens of the global batch; the same on every layout."""
+    """Mean over the trained tokens of the global batch; the same on every layout. Null where the step was skipped."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     lr: float
@@ -42,13 +43,22 @@ class StepMetrics:
     peak_allocated_gib: float
     """Largest over the ranks. On the CPU: resident memory of the process."""
     peak_reserved_gib: float
+    goodput: float = 0.0
+    """Share of the time since the run's first start that went into steps that count (`recovery.goodput`)."""
     val_loss: float | None = None
+    failed_saves: int = 0
+    """Checkpoints that could not be saved since the start of this process."""
 
     def to_json(self) -> str:
-        """The line, without what was not measured."""
-        values = asdict(self)
+        """The line, without what was not measured and did not fail; JSON knows no numbers that are none."""
+        values = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
         if self.val_loss is None:
             del values["val_loss"]
+        if not self.failed_saves:
+            del values["failed_saves"]
         return json.dumps(values)
 
 
@@ -196,6 +206,7 @@ TENSORBOARD_NAMES = {
     "tflops_per_gpu": "perf/tflops_per_gpu",
     "mfu_causal": "perf/mfu_causal",
     "mfu_full": "perf/mfu_full",
+    "goodput": "perf/goodput",
     "peak_allocated_gib": "memory/peak_allocated_gib",
     "peak_reserved_gib": "memory/peak_reserved_gib",
     "val_loss": "eval/loss",

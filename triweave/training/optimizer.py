@@ -52,7 +52,8 @@ class ShardedAdamW:
 
         Args:
             learning_rate: of this step.
-            divisor: float32 scalar that the gradients are divided by first.
+            divisor: float32 scalar that the gradients are divided by first; not a number to leave everything as it is.
+                The count of steps goes on, for it is the run's.
         """
         for part in self.parts:
             part.unit.own()
@@ -66,8 +67,11 @@ class ShardedAdamW:
             part.parameter.grad = part.unit.gradient[part.inside]
         # The fused kernel divides while it reads: one pass less than scaling before.
         self.adamw.grad_scale = divisor  # type: ignore[attr-defined]
+        self.adamw.found_inf = skipped = None if divisor is None else divisor.isnan().float()  # type: ignore[attr-defined]
         self.adamw.step()
-        del self.adamw.grad_scale  # type: ignore[attr-defined]
+        del self.adamw.grad_scale, self.adamw.found_inf  # type: ignore[attr-defined]
+        if skipped is not None and self.parts:
+            torch._foreach_add_([state["step"] for _, state in self.states()], skipped)
 
     @torch.no_grad()
     def _step_in_one_pass(self, learning_rate: float, divisor: Tensor | None) -> None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
 
 from triweave.errors import InputError, Problem
 
 GRACE_S = 5.0
 """Time that ranks get to end by themselves after another has failed."""
+
+
+def say_and_leave(message: str) -> NoReturn:
+    """End this process at once, from whatever thread, with a message if there is one."""
+    if message:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +30,19 @@ class Process:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    init_method: str = "env://"
-    """Where the ranks find each other, as `torch.distributed` takes it."""
+    store_port: int | None = None
+    """Port, on the loopback interface, of the store that who started the ranks keeps; None leaves it to a launcher."""
+    started_at: float = field(default_factory=time.time, compare=False)
+    """When the run began on this host, in seconds since the epoch."""
+    leave: Callable[[str], NoReturn] = say_and_leave
+    """Ends this process when its main thread cannot: tells what is wrong, or goes without a word."""
+
+    @property
+    def store_keeper(self) -> str:
+        """Who keeps the store that the ranks meet at."""
+        if self.store_port is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return "the launcher"
+        return "rank 0"
 
 
 def started_by_launcher() -> Process | None:

@@ -5,30 +5,38 @@ from __future__ import annotations
 import multiprocessing as mp
 import multiprocessing.connection
 import os
+import re
 import signal
+import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from triweave.config.schema import RuntimeConfig
 from triweave.errors import InputError, Problem, TriweaveError
+from triweave.recovery.stop import REPEAT_S, STOP_SIGNALS
 from triweave.training.process import GRACE_S, Process, let_the_first_rank_speak
 
 SETTLE_S = 0.5
 """Time in which ranks that fail because another did are heard too, so that the first of them is told."""
+
+_BEFORE_ALL = float("-inf")
+"""When an ending was that the ranks have found out together: nothing is waited for, and nothing told in its place."""
 
 
 def choose_device(config: RuntimeConfig, process: Process) -> torch.device:
@@ -46,11 +54,39 @@ def choose_device(config: RuntimeConfig, process: Process) -> torch.device:
     return torch.device("cuda", process.local_rank)
 
 
+def meet(process: Process, timeout_s: float) -> Store | None:
+    """The store at which the ranks of a run find each other; None for a single process."""
+    if process.world_size == 1:
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    # What a collective was, to which group and how large, is kept of the last so many: for whoever asks after a hang.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    if process.store_port is not None:
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return TCPStore("127.0.0.1", process.store_port, is_master=False, timeout=timeout)
+    store: Store
+    store, _, _ = next(rendezvous("env://", process.rank, process.world_size, timeout=timeout))
+    if process.local_world_size == process.world_size:
+        # torchrun keeps one store for all attempts, and a new rank would read where a dead one listened (pytorch issue
+        # 135712). The attempts of several hosts may be numbered differently: there torchrun must be told, see docs.
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store
+
+
 @contextmanager
-def process_group(process: Process, device: torch.device, timeout_s: int) -> Iterator[None]:
+def process_group(
+    process: Process, device: torch.device, timeout_s: float, store: Store | None = None
+) -> Iterator[None]:
     """The default process group of a run: NCCL on GPUs, gloo on the CPU; none for a single process.
 
     After an error the group stays: leaving it would make the other ranks fail too, before this one has told why.
+
+    Args:
+        process: this rank.
+        device: its device.
+        timeout_s: seconds after which a collective gives up.
+        store: where the ranks have met already; None lets them meet now.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -59,7 +95,7 @@ def process_group(process: Process, device: torch.device, timeout_s: int) -> Ite
         return
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=process.init_method,
+        store=store or meet(process, timeout_s),
         rank=process.rank,
         world_size=process.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -82,31 +118,46 @@ class Ending:
     """What went wrong; empty if nothing did."""
     foreseen: bool = True
     """Whether triweave raised the error on purpose; then other ranks are likely to say the same."""
+    is_consequence: bool = False
+    """Whether the rank only lost a peer: what ended the peer is the thing to tell."""
     time_s: float = field(default_factory=time.monotonic)
     """When: one clock for all processes of a host."""
 
 
-def run_ranks(num_ranks: int, function: Callable[[Process], int]) -> int:
+def run_ranks(
+    num_ranks: int, function: Callable[[Process], int], *, stoppable: bool = False, started_at: float | None = None
+) -> int:
     """Run `function` on `num_ranks` processes of this host and return the exit code of the run.
 
     The first rank that fails ends the others and is the only one that is told of: no rank waits for one that is
     gone. Ctrl-C ends all of them, and so does the end of this process, whatever ended it.
+
+    Args:
+        num_ranks: how many.
+        function: what each does; returns its exit code.
+        stoppable: whether it listens to `stop_requests`. Then this process hands stop signals on, and only a second
+            one ends the run at once.
+        started_at: when the run began, in seconds since the epoch; None is now.
     """
+    started_at = time.time() if started_at is None else started_at
     if num_ranks == 1:
-        return function(Process())
+        return function(Process(started_at=started_at))
     context = mp.get_context("forkserver")
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     ranks: dict[Connection, BaseProcess] = {}
-    with tempfile.TemporaryDirectory(prefix="triweave-") as folder:
-        init_method = Path(folder, "rendezvous").as_uri()
+    with _forwarding(ranks) if stoppable else nullcontext():
         try:
             with _interrupt_put_off():
                 _start_server(context)
+                store = _loopback_store()
                 for number in range(num_ranks):
-                    process = Process(number, num_ranks, number, num_ranks, init_method)
+                    process = Process(number, num_ranks, number, num_ranks, store.port, started_at)
                     told, tell = context.Pipe(duplex=False)
                     rank = context.Process(
-                        target=_rank_main, args=(function, process, threads, tell), name=f"rank {number}", daemon=True
+                        target=_rank_main,
+                        args=(function, process, threads, tell, stoppable),
+                        name=f"rank {number}",
+                        daemon=True,
                     )
                     rank.start()
                     tell.close()
@@ -114,6 +165,8 @@ def run_ranks(num_ranks: int, function: Callable[[Process], int]) -> int:
             return _wait_for(ranks)
         except KeyboardInterrupt:
             return 130
+        except _StopAtOnce as stop:
+            return 128 + stop.number
         finally:
             _end(list(ranks.values()))
 
@@ -125,7 +178,9 @@ def run_as_rank(process: Process, function: Callable[[Process], int]) -> int:
     """
     ending = _ending_of(function, process)
     if ending.message:
-        if ending.foreseen:
+        if ending.is_consequence:
+            time.sleep(GRACE_S)  # in which the launcher hears of the rank that is the cause, and ends this one
+        elif ending.foreseen:
             let_the_first_rank_speak()
         print(f"error: {ending.message}", file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -133,50 +188,109 @@ def run_as_rank(process: Process, function: Callable[[Process], int]) -> int:
     return ending.code
 
 
+_LOST_PEER = re.compile(r"[Cc]onnection (closed|reset) by|[Bb]roken pipe|ncclRemoteError|remote process exited")
+"""How gloo, NCCL and the store say that another process is gone; they know its address and not its rank."""
+
+
 def _ending_of(function: Callable[[Process], int], process: Process) -> Ending:
     try:
         return Ending(function(process))
     except TriweaveError as error:
-        return Ending(error.exit_code, str(error))
+        return Ending(error.exit_code, str(error), is_consequence=_lost_a_peer(error))
     except KeyboardInterrupt:
         return Ending(130, f"rank {process.rank} was interrupted")
-    except Exception:
-        return Ending(1, f"rank {process.rank} failed\n{traceback.format_exc().rstrip()}", foreseen=False)
+    except Exception as error:
+        message = f"rank {process.rank} failed\n{traceback.format_exc().rstrip()}"
+        return Ending(1, message, foreseen=False, is_consequence=_lost_a_peer(error))
+
+
+def _lost_a_peer(error: Exception) -> bool:
+    return _LOST_PEER.search(str(error)) is not None
+
+
+class _StopAtOnce(BaseException):
+    """A second stop signal has come."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextmanager
+def _forwarding(ranks: Mapping[Connection, BaseProcess]) -> Iterator[None]:
+    """Hand the first stop signal on to the ranks; the second ends the block."""
+    first_s = float("inf")
+
+    def forward(number: int, frame: object) -> None:
+        nonlocal first_s
+        if time.monotonic() - first_s > REPEAT_S:
+            raise _StopAtOnce(number)
+        first_s = min(first_s, time.monotonic())
+        for rank in list(ranks.values()):
+            if rank.pid is not None and rank.is_alive():
+                os.kill(rank.pid, number)
+
+    former = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def _interrupt_put_off() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block: a rank that was half started could not be ended."""
-    interrupts: list[int] = []
-    former = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    """Let signals wait for the end of the block: a rank that was half started could not be ended, nor told to stop."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOP_SIGNALS})
     try:
         yield
-    finally:
-        signal.signal(signal.SIGINT, former)
-    if interrupts:
-        raise KeyboardInterrupt
-
-
-def _start_server(context: mp.context.ForkServerContext) -> None:
-    """Start the server that imports torch once and forks the ranks; it never touches a GPU."""
-    context.set_forkserver_preload(["triweave.training.loop", "triweave.verify.run"])
-    # Started first by itself: in starting it CPython 3.11 unblocks the signal that is to stay blocked.
-    resource_tracker.ensure_running()
-    # Ctrl-C reaches every process of a terminal. The server and the ranks leave it to the one that started them.
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-def _rank_main(function: Callable[[Process], int], process: Process, threads: int, tell: Connection) -> None:
+def _loopback_store() -> TCPStore:
+    """The store at which the ranks meet. Left to itself it would listen on every interface, to anybody."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        # The store closes the descriptor that it is given.
+        return TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+        )
+
+
+def _start_server(context: mp.context.ForkServerContext) -> None:
+    """Start the server that imports torch once and forks the ranks; it never touches a GPU.
+
+    It and the ranks inherit the signals that are blocked now: they reach every process of a terminal or a job, and the
+    one that started the others decides.
+    """
+    context.set_forkserver_preload(["triweave.training.loop", "triweave.verify.run"])
+    # Started first by itself: in starting it CPython 3.11 unblocks signals that are to stay blocked.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    forkserver.ensure_running()
+
+
+def _rank_main(
+    function: Callable[[Process], int], process: Process, threads: int, tell: Connection, stoppable: bool
+) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if not stoppable:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     torch.set_num_threads(threads)
-    ending = _ending_of(function, process)
+    ending = _ending_of(function, replace(process, leave=partial(_tell_and_leave, tell)))
     sys.stdout.flush()
     tell.send(ending)
     os._exit(ending.code)  # why not sys.exit: see run_as_rank
+
+
+def _tell_and_leave(tell: Connection, message: str) -> NoReturn:
+    """`Process.leave` of a rank that was started here. What it says was found out together: it comes first."""
+    if message:
+        tell.send(Ending(1, message, time_s=_BEFORE_ALL))
+    os._exit(1)
 
 
 def _end_with_parent() -> None:
@@ -188,24 +302,41 @@ def _end_with_parent() -> None:
 
 
 def _wait_for(ranks: Mapping[Connection, BaseProcess]) -> int:
-    """Wait until all ranks are done or one has failed; tell what failed first and return its code, or 0."""
+    """Wait until all ranks are done or one has failed; tell what failed first and return its code.
+
+    A rank that ends with a code and no message has not failed: the run's answer is its code.
+    """
     waiting = dict(ranks)
     failures: list[Ending] = []
+    answer = 0
     deadline = float("inf")
     while waiting and time.monotonic() < deadline:
         patience = max(0.0, deadline - time.monotonic()) if failures else None
         ready = multiprocessing.connection.wait(list(waiting), patience)
         for told in [told for told in waiting if told in ready]:
             ending = _told(told, waiting.pop(told))
-            if ending.code:
+            if ending.message:
                 failures.append(ending)
-                deadline = min(deadline, time.monotonic() + SETTLE_S)
+                deadline = min(deadline, time.monotonic() + _patience_s(ending))
+            answer = answer or ending.code
     if not failures:
-        return 0
-    first = min(failures, key=lambda ending: ending.time_s)
-    if first.message:
-        print(f"error: {first.message}", file=sys.stderr, flush=True)
+        return answer
+    first = min(failures, key=lambda ending: (ending.is_consequence, ending.time_s))
+    print(f"error: {first.message}", file=sys.stderr, flush=True)
     return first.code
+
+
+def _patience_s(ending: Ending) -> float:
+    """Time in which something may be heard that is more to the point."""
+    if ending.time_s == _BEFORE_ALL:
+        return 0.0
+    return GRACE_S if ending.is_consequence else SETTLE_S
+
+
+_LIKELY_CAUSES = {
+    "SIGKILL": "; if nobody did, the kernel, for want of host memory",
+    "SIGBUS": "; a file that it had mapped was cut short, or its disk failed",
+}
 
 
 def _told(told: Connection, rank: BaseProcess) -> Ending:
@@ -221,16 +352,13 @@ def _told(told: Connection, rank: BaseProcess) -> Ending:
     name = signal.Signals(-code).name
     # A library may abort because a peer is gone; any other signal came first.
     when = time.monotonic() if name == "SIGABRT" else 0.0
-    return Ending(1, f"{rank.name} was ended by {name}", time_s=when)
+    return Ending(1, f"{rank.name} was ended by {name}{_LIKELY_CAUSES.get(name, '')}", time_s=when)
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
-    deadline = time.monotonic() + GRACE_S
+    """End what is left. Not by a signal that asks: a rank without its peers could not do what it is asked."""
     for rank in ranks:
-        if rank.is_alive():
-            rank.terminate()
-    for rank in ranks:
-        rank.join(max(0.0, deadline - time.monotonic()))
         if rank.is_alive():
             rank.kill()
-            rank.join()
+    for rank in ranks:
+        rank.join()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ class Job:
     """What each rank does; returns its exit code."""
     before: Callable[[ResolvedRun, PreparedData], None] = lambda resolved, prepared: None
     """Work of one process before the ranks meet."""
+    stoppable: bool = False
+    """Whether `rank` listens to `stop_requests`."""
 
 
 def start(
@@ -54,6 +57,7 @@ def start(
     Raises:
         InputError: something is wrong with the run, or the ranks cannot be started here.
     """
+    begun = time.time()
     launched = started_by_launcher()
     run = load_run(run_file, overrides)
     if launched is not None and nproc is not None:
@@ -84,7 +88,9 @@ def start(
     if launched is None or launched.rank == 0:
         todo.before(resolved, prepared)
     rank = functools.partial(todo.rank, resolved, prepared)
-    return run_ranks(world_size, rank) if launched is None else run_as_rank(launched, rank)
+    if launched is None:
+        return run_ranks(world_size, rank, stoppable=todo.stoppable, started_at=begun)
+    return run_as_rank(launched, rank)
 
 
 def check_one_host(resolved: ResolvedRun) -> None:

@@ -28,7 +28,7 @@ class Batch:
 
 
 def train_step(engine: Engine, batch: Batch, learning_rate: float, max_grad_norm: float) -> tuple[float, float]:
-    """Forward, backward and update.
+    """Forward, backward and update. Nothing is updated where the loss or the gradient is no number.
 
     Returns:
         The loss of the global batch (mean over its trained tokens, the same number on every layout) and the norm
@@ -42,9 +42,11 @@ def train_step(engine: Engine, batch: Batch, learning_rate: float, max_grad_norm
 
     loss, squared_norm = sum_over_grid(engine, loss, engine.sharding.squared_gradient_norm())
     grad_norm = squared_norm.sqrt()
-    too_long = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0) if max_grad_norm > 0 else None
+    too_long = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0) if max_grad_norm > 0 else torch.ones_like(grad_norm)
 
-    engine.optimizer.step(learning_rate, too_long)
+    # Decided where the numbers are: the host learns of them when the step is over, and waits for nothing before.
+    divisor = torch.where(torch.isfinite(loss + squared_norm), too_long, torch.nan)
+    engine.optimizer.step(learning_rate, divisor)
     engine.sharding.publish()
     return loss.item() / batch.trained_tokens, grad_norm.item()
 

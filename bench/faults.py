@@ -1,0 +1,68 @@
+"""The fault campaign: plants faults of every kind into tiny runs on the CPU, and tells how each came out.
+
+python bench/faults.py                                  # all of it
+python bench/faults.py --quick                          # a sample, in less than half a minute
+python bench/faults.py --only kills,hangs               # some of it
+python bench/faults.py --out bench/results/2026-11-30-faults.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from fault_cases.rows import Row
+
+CASES = ("kills", "hangs", "stops", "restarts", "public", "damage", "write_points", "hostile")
+"""Modules of `fault_cases`, in the order in which they run."""
+
+
+def main() -> int:
+    """Run the campaign; returns 1 if anything came out as it must not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a sample of each kind")
+    parser.add_argument("--only", default="", help="names of kinds, with commas between")
+    parser.add_argument("--out", type=Path, help="write the table to this file too")
+    options = parser.parse_args()
+    chosen = [name for name in CASES if name in options.only.split(",") or not options.only]
+    chosen = [name for name in chosen if (Path(__file__).parent / "fault_cases" / f"{name}.py").exists()]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    lines = ["| test | tried | good | detail |", "|---|---|---|---|"]
+    print("\n".join(lines), flush=True)
+    failed = 0
+    for name in chosen:
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="triweave-faults-") as folder:
+            rows = importlib.import_module(f"fault_cases.{name}").run(options.quick, Path(folder))
+        rows.append(Row(f"{name} in all", sum(r.tried for r in rows), sum(r.good for r in rows), seconds_since(begun)))
+        for row in rows:
+            failed += row.good < row.tried
+            lines.append(spell(row))
+            print(lines[-1], flush=True)
+    if options.out:
+        words = ["--quick"] * options.quick + [f"--only {options.only}"] * bool(options.only)
+        command = " ".join(["python bench/faults.py", *words])
+        head = ["# Fault campaign", "", f"`{command}`, torch {torch.__version__}, gloo, {os.cpu_count()} cores.", ""]
+        options.out.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+def seconds_since(begun: float) -> str:
+    """How long it took."""
+    return f"{time.monotonic() - begun:.0f} s"
+
+
+def spell(row: Row) -> str:
+    """A row as a line of a table."""
+    detail = " ".join(row.detail.split()).replace("|", "/")
+    return f"| {row.test} | {row.tried} | {row.good} | {detail} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Whether all ranks are about to do, and then do, the same: compared through the store, where nothing is unpickled.
+
+A collective cannot tell. gloo adds int32 to float32 without a word, aborts the process where sizes differ, and waits
+for its timeout where operations do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+import triweave
+from triweave.config.validate import ResolvedRun
+from triweave.errors import RunFailed
+from triweave.recovery.statement import Collective, recorded_collectives
+
+_SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter")
+"""Collectives of which every member must give as much, of the same type (the names begin like this)."""
+
+
+def facts_of(resolved: ResolvedRun, data: str, device: torch.device) -> dict[str, str]:
+    """Everything in which ranks must not differ, by key.
+
+    Args:
+        resolved: the run.
+        data: fingerprint of the prepared data.
+        device: of this rank; its type counts.
+    """
+    keys = _flat(asdict(resolved.run))
+    return {
+        **keys,
+        "model": _digest(repr((resolved.spec, *resolved.spec.tensors()))),
+        "layer map": repr(resolved.layout.layers),
+        "layout": str(resolved.layout),
+        "training data": data,
+        "device": device.type,
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "torch": torch.__version__,
+        "triweave": triweave.__version__,
+        "triweave's code": _digest_of_code(),
+    }
+
+
+def check_same(store: Store | None, rank: int, world_size: int, facts: Mapping[str, str], timeout_s: float) -> None:
+    """Compare what every rank is about to do; all ranks call it together, before they make a process group.
+
+    Raises:
+        RunFailed: a rank differs, or has not come within `timeout_s`; the message names it, and the key.
+    """
+    if store is None:
+        return
+    others = _exchange(store, "facts", rank, world_size, json.dumps(facts), timeout_s)
+    problems = differing_facts([json.loads(text) for text in others]) if rank == 0 else []
+    _agree(store, "facts", rank, problems, timeout_s)
+
+
+def check_collectives(store: Store | None, rank: int, world_size: int, timeout_s: float) -> None:
+    """Compare the collectives that every rank has called so far; all ranks call it together, after a step.
+
+    Raises:
+        RunFailed: a rank has called another one than its peers, or with another size or type; the message names it.
+    """
+    if store is None:
+        return
+    others = _exchange(store, "collectives", rank, world_size, _to_json(recorded_collectives()), timeout_s)
+    problems = differing_collectives([_from_json(text) for text in others]) if rank == 0 else []
+    _agree(store, "collectives", rank, problems, timeout_s)
+
+
+def differing_facts(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
+    """What ranks differ in: one line a key, with the ranks that do not hold what most do."""
+    problems = []
+    for key in dict.fromkeys(key for facts in by_rank for key in facts):
+        values = [facts.get(key, "missing") for facts in by_rank]
+        usual = max(values, key=values.count)
+        for value in dict.fromkeys(values):
+            if value != usual:
+                ranks = ", ".join(str(rank) for rank, one in enumerate(values) if one == value)
+                problems.append(f"rank {ranks}: {key} is {value}, and {usual} on most ranks")
+    return problems
+
+
+Calls = Mapping[str, Mapping[int, Collective]]
+"""Collectives by group and number."""
+
+
+def differing_collectives(by_rank: Sequence[Calls]) -> list[str]:
+    """The first collective of every group that was not the same on all its ranks."""
+    problems = []
+    for group in sorted({group for calls in by_rank for group in calls}):
+        members = {rank: calls[group] for rank, calls in enumerate(by_rank) if group in calls}
+        for number in sorted(set.intersection(*(set(calls) for calls in members.values()))):
+            called = {rank: calls[number] for rank, calls in members.items()}
+            said = [_signature(one) for one in called.values()]
+            usual = max(said, key=said.count)
+            odd = [rank for rank, one in called.items() if _signature(one) != usual]
+            if odd:
+                expected = next(one for one in called.values() if _signature(one) == usual)
+                ranks = ", ".join(map(str, odd))
+                problems.append(f"rank {ranks}: called {called[odd[0]]} on group {group}, its peers {expected}")
+                break
+    return problems
+
+
+def _signature(one: Collective) -> object:
+    """What must agree between members."""
+    return (one.name, one.sizes, one.dtypes) if one.name.lstrip("_").startswith(_SYMMETRIC) else one.name
+
+
+def _to_json(recorded: Mapping[str, Sequence[Collective]]) -> str:
+    """A step has thousands of collectives and few that differ: each kind is written once."""
+    kinds: dict[tuple[object, ...], int] = {}
+    calls = {
+        group: [(one.sequence, kinds.setdefault((one.name, one.sizes, one.dtypes), len(kinds))) for one in ones]
+        for group, ones in recorded.items()
+    }
+    return json.dumps({"kinds": list(kinds), "calls": calls})
+
+
+def _from_json(text: str) -> Calls:
+    said = json.loads(text)
+    kinds = [(name, tuple(map(tuple, sizes)), tuple(dtypes)) for name, sizes, dtypes in said["kinds"]]
+
+    def call(number: int, kind: int) -> Collective:
+        name, sizes, dtypes = kinds[kind]
+        return Collective(number, name, sizes, dtypes, is_done=True)
+
+    return {group: {number: call(number, kind) for number, kind in calls} for group, calls in said["calls"].items()}
+
+
+def _exchange(store: Store, what: str, rank: int, world_size: int, mine: str, timeout_s: float) -> list[str]:
+    """Give this rank's text; rank 0 gets everybody's, the others none."""
+    store.set(f"{what}/{rank}", mine)
+    if rank:
+        return []
+    keys = [f"{what}/{number}" for number in range(world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+        raise RunFailed(f"rank {', '.join(missing)} has not come within {timeout_s:.0f} s") from None
+    return [store.get(key).decode() for key in keys]
+
+
+def _agree(store: Store, what: str, rank: int, problems: Sequence[str], timeout_s: float) -> None:
+    """Fail on all ranks if rank 0 has found a problem."""
+    key = f"{what}/verdict"
+    if rank == 0:
+        store.set(key, "\n".join(problems))
+    else:
+        store.wait([key], timedelta(seconds=timeout_s))
+    verdict = store.get(key).decode()
+    if verdict:
+        raise RunFailed(f"the ranks do not do the same:\n{verdict}")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Keys of a run file with dots, and their values as text."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": str(value)}
+    return flat
+
+
+def _digest_of_code() -> str:
+    folder = Path(triweave.__file__).parent
+    files = sorted(folder.rglob("*.py"))
+    return _digest("".join(f"{path.relative_to(folder)}\n{path.read_text(encoding='utf-8')}" for path in files))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,86 @@
+"""What surrounds the training of one rank: the lock, the meeting of the ranks, the watch, the end of memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from triweave.checkpoint.run_lock import claimed
+from triweave.config.validate import ResolvedRun
+from triweave.data.cache import PreparedData
+from triweave.errors import RunFailed
+from triweave.recovery.agreement import check_collectives, check_same, facts_of
+from triweave.recovery.out_of_memory import explain_out_of_memory, is_out_of_memory
+from triweave.recovery.stop import StopRequest, stop_requests
+from triweave.recovery.watch import Watch, watching
+from triweave.training.process import Process
+from triweave.training.processes import choose_device, meet, process_group
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank that has met the others."""
+
+    process: Process
+    device: torch.device
+    stop: StopRequest
+    watch: Watch
+    meeting: Store | None
+    """Where the ranks have met; None for a single process."""
+    timeout_s: float
+    """In which the others answer."""
+
+    def check_collectives(self) -> None:
+        """See that all ranks have called the same collectives so far. All ranks call it together, after a step.
+
+        Raises:
+            RunFailed: one has not.
+        """
+        check_collectives(self.meeting, self.process.rank, self.process.world_size, self.timeout_s)
+
+
+@contextmanager
+def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> Iterator[Rank]:
+    """Meet the other ranks, see that all are about to do the same, and be watched while the block runs.
+
+    Raises:
+        RunFailed: a rank is missing or differs, or memory has run out in the block.
+    """
+    runtime = resolved.run.runtime
+    device = choose_device(runtime, process)
+    if runtime.deterministic:
+        # cuBLAS asks for a fixed workspace before it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    # By the rank that writes there; the lock goes with it, whatever ends it.
+    folder = Path(resolved.run.output_dir)
+    lock = claimed(folder, functools.partial(print, file=sys.stderr)) if process.rank == 0 else nullcontext()
+    with stop_requests() as stop, lock:
+        meeting = meet(process, runtime.timeout_s)
+        facts = facts_of(resolved, prepared.summary.fingerprint, device)
+        check_same(meeting, process.rank, process.world_size, facts, runtime.timeout_s)
+        watch = Watch(
+            process.rank,
+            process.world_size,
+            # A connection of its own: the main thread may hold the other one up.
+            None if meeting is None else meeting.clone(),  # type: ignore[attr-defined]
+            process.leave,
+            step_limit_s=runtime.hang_timeout_s or runtime.timeout_s,
+            other_limit_s=runtime.timeout_s,
+            store_keeper=process.store_keeper,
+        )
+        with watching(watch), process_group(process, device, runtime.collective_timeout_s, meeting):
+            try:
+                yield Rank(process, device, stop, watch, meeting, runtime.timeout_s)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise RunFailed(explain_out_of_memory(error, resolved, process.rank, watch.where())) from None
