@@ -19,6 +19,7 @@ VERBS = {
     "plan": "Rank every legal layout of a model on a cluster: memory of each stage, step time, MFU, and why.",
     "check": "Run the real step of any rank with no GPU: peak memory, by component, and where it peaks.",
     "predict": "Predict runs that somebody else measured: step time, tokens per second and memory.",
+    "convert": "Convert weights: Hugging Face folder, checkpoint of any layout, Megatron-Core's torch_dist.",
     "data": "Show what a run file's data becomes: counts, lengths, and which tokens are trained.",
     "schema": "Print the JSON schema of run files, for editors.",
 }
