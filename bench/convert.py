@@ -56,8 +56,9 @@ def draw(folder: Path, layers: int) -> int:
     tensors = list(spec.tensors())
     file = SafetensorsFile(folder / "model.safetensors", tensors, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
-    # Random bits of a few rows, shifted from row to row: content does not matter, that it differs does.
-    noise = torch.randint(-(2**13), 2**13, (2**22,), generator=generator, dtype=torch.int16)
+    # Random bits of numbers below 1, shifted from row to row: content does not matter, that it differs does.
+    noise = torch.randint(0, 2**14, (2**22,), generator=generator, dtype=torch.int16)
+    noise |= torch.randint(0, 2, noise.shape, generator=generator, dtype=torch.int16) * -(2**15)
     for number, tensor in enumerate(tensors):
         step = max(1, 2**26 // max(1, tensor.numel // tensor.shape[0]))
         for row in range(0, tensor.shape[0], step):

@@ -118,8 +118,9 @@ def _carry(model: Model, source: Source, target: Target, dtype: torch.dtype, pro
             progress(tensor.name, done, model.spec.num_parameters)
             rows = source.read(tensor, start, stop)
             written = rows.to(dtype)
-            if _holds_more(rows.dtype, dtype) and not torch.equal(written.to(rows.dtype), rows):
+            if dtype == torch.float16:
                 _check_range(tensor.name, rows, written)
+            if tensor.name not in carried.rounded and _was_rounded(rows, written):
                 carried.rounded.add(tensor.name)
             target.write(tensor, start, written)
             done += rows.numel()
@@ -129,7 +130,7 @@ def _carry(model: Model, source: Source, target: Target, dtype: torch.dtype, pro
 
 
 def _check_range(name: str, rows: Tensor, written: Tensor) -> None:
-    """Refuse to make infinities of numbers."""
+    """Refuse to make infinities of numbers, which float16 alone does: the other types reach equally far."""
     beyond = written.isinf() & ~rows.isinf()
     if beyond.any():
         value, limit = rows[beyond].abs().max().item(), torch.finfo(written.dtype).max
@@ -181,9 +182,9 @@ def _dtype(asked: str | None, kind: Kind, found: Found, model: Model, source: So
     return "float32"
 
 
-def _holds_more(stored: torch.dtype, written: torch.dtype) -> bool:
-    """Whether a value of `stored` may change when it becomes `written`."""
-    return torch.promote_types(stored, written) != written
+def _was_rounded(rows: Tensor, written: Tensor) -> bool:
+    holds_all = torch.promote_types(rows.dtype, written.dtype) == written.dtype
+    return not holds_all and not torch.equal(written.to(rows.dtype), rows)
 
 
 @contextmanager
