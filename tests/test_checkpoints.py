@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,82 +14,65 @@ import torch.distributed.checkpoint as dcp
 from dense import Held, State, assemble, differences, held_slices
 from hypothesis import given
 from hypothesis import strategies as st
-from parity import engine_for, local_batch, make_samples
 from ranks import Ranks
 from safetensors.torch import load_file
+from saving import Trained, engine_on, progress, save, train
 from tiny_configs import tiny_config
 from torch import Tensor
 
 from triweave.checkpoint.slices import rectangles
-from triweave.errors import InputError, RunFailed
-from triweave.layout import Layout, even_layers
+from triweave.errors import InputError
+from triweave.layout import Layout
 from triweave.model_spec import spec_from_folder
 from triweave.parameters import Piece
-from triweave.training import checkpoints as checkpoints_module
-from triweave.training.checkpoints import (
-    PROGRESS_FILE,
-    RunProgress,
-    checkpoints,
-    load_checkpoint,
-    read_progress,
-    save_checkpoint,
-)
+from triweave.training.checkpoints import PROGRESS_FILE, RunProgress, load_checkpoint, read_progress
 from triweave.training.engine import DTYPES, Engine
 from triweave.training.export import export_hugging_face
-from triweave.training.step import train_step
 
-SEQ = 8
 MOMENTS = ("weight", "exp_avg", "exp_avg_sq")
-SAMPLES = make_samples(6, 1, SEQ, 300, packed=False)
-SAVED_ON = Layout(tp=2, pp=2, dp=2, layers=(2, 2))
-Trained = list[tuple[float, float]]
-
-
-def engine_on(folder: Path, layout: Layout, **model: object) -> Engine:
-    """An engine for four layers and six sequences."""
-    layout = replace(layout, layers=even_layers(4, layout.num_stages))
-    return engine_for(folder, layout, SEQ, len(SAMPLES) // layout.dp, **({"weights": "random"} | model))
-
-
-def train(engine: Engine, steps: int) -> Trained:
-    """Losses and gradient norms of some steps."""
-    batch = local_batch(SAMPLES, engine.layout, engine.groups.at.dp)
-    return [train_step(engine, batch, 1e-2, 1.0) for _ in range(steps)]
-
-
-def progress(step: int) -> RunProgress:
-    """Where a run is."""
-    return RunProgress(step, 42, 6, "fingerprint", str(SAVED_ON))
+# A vocabulary that two ranks pad, and fewer key/value heads than four ranks.
+MODEL = {"vocab_size": 301, "num_key_value_heads": 2}
+SAVED_ON = {
+    "untied": (Layout(tp=2, pp=2, dp=2), MODEL),
+    "tied": (Layout(tp=2, pp=2, dp=2), MODEL | {"tie_word_embeddings": True}),
+    "uneven-full": (Layout(pp=2, dp=3, shard="full", layers=(3, 1)), MODEL | {"intermediate_size": 46}),
+    "vpp-replicas": (Layout(pp=2, vpp=2, dp=3, shard="none", schedule="interleaved"), MODEL),
+}
+"""What a checkpoint was saved on."""
+STEPS = 20
+"""Steps after it."""
 
 
 def save_on_rank(rank: int, folder: Path, layout: Layout, target: Path) -> tuple[list[Held], Trained, list[Held]]:
-    """Three steps, a checkpoint, two more steps: the state at the checkpoint, what followed, the state at the end."""
+    """Three steps, a checkpoint, and more steps: the state at the checkpoint, what followed, the state at the end."""
     engine = engine_on(folder, layout)
     train(engine, 3)
     at_save = held_slices(engine)
-    save_checkpoint(target, engine, progress(3), keep=2)
-    after = train(engine, 2)
+    save(target, engine, 3)
+    after = train(engine, STEPS)
     return at_save, after, held_slices(engine)
 
 
 def load_on_rank(
-    rank: int, folder: Path, layout: Layout, checkpoint: Path
+    rank: int, folder: Path, layout: Layout, checkpoint: str, steps: int
 ) -> tuple[list[Held], RunProgress, Trained, list[Held]]:
-    """The state after loading, two steps from there, and the state at their end."""
+    """The state after loading, some steps from there, and the state at their end."""
     engine = engine_on(folder, layout)
     train(engine, 1)  # what was there before must not matter
     found = load_checkpoint(checkpoint, engine)
     loaded = held_slices(engine)
-    return loaded, found, train(engine, 2), held_slices(engine)
+    return loaded, found, train(engine, steps), held_slices(engine)
 
 
 class Saved:
-    """A checkpoint written on 2 x 2 x 2 ranks, and the run it was taken from."""
+    """A checkpoint, and the run it was taken from."""
 
-    def __init__(self, ranks: Ranks, folder: Path, target: Path) -> None:
-        self.folder, self.checkpoint = folder, target / "step-3"
-        self.spec = spec_from_folder(folder)
-        answers = ranks.run(8, save_on_rank, folder, SAVED_ON, target)
+    def __init__(self, ranks: Ranks, key: str, where: Path) -> None:
+        self.layout, model = SAVED_ON[key]
+        self.folder = tiny_config(where / "model", **model)
+        self.checkpoint = f"{where}/checkpoints/step-3"
+        self.spec = spec_from_folder(self.folder)
+        answers = ranks.run(self.layout.world_size, save_on_rank, self.folder, self.layout, where / "checkpoints")
         self.state = assemble(self.spec, [at_save for at_save, _, _ in answers])
         self.after: Trained = answers[0][1]
         self.end = assemble(self.spec, [end for _, _, end in answers])
@@ -98,15 +80,8 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The checkpoint that the tests load, with a head of its own and with a tied one."""
-    folder = tmp_path_factory.mktemp("run")
-    # A vocabulary that two ranks pad, and fewer key/value heads than four ranks.
-    model = {
-        "vocab_size": 301,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": getattr(request, "param", "") == "tied",
-    }
-    return Saved(ranks, tiny_config(folder / "model", **model), folder / "checkpoints")
+    """The checkpoint that the tests load."""
+    return Saved(ranks, request.param, tmp_path_factory.mktemp("run"))
 
 
 class TestLayouts:
@@ -120,25 +95,32 @@ class TestLayouts:
             ("untied", Layout(pp=2, vpp=2, schedule="interleaved")),
             ("tied", Layout()),
             ("tied", Layout(pp=2, dp=3, shard="gradients")),
+            ("uneven-full", Layout(dp=6)),
+            ("uneven-full", Layout(tp=2, pp=2, layers=(1, 3))),
+            ("vpp-replicas", Layout(pp=4, schedule="zero-bubble")),
         ],
-        ids=["one", "tp4", "pp4", "dp3-full", "vpp2", "tied-one", "tied-pp2-dp3"],
+        ids=[
+            *("one", "tp4", "pp4", "dp3-full", "vpp2", "tied-one", "tied-pp2-dp3"),
+            *("uneven-dp6", "uneven-tp2-pp2", "vpp-pp4"),
+        ],
         indirect=["saved"],
     )
     def test_any_layout_reads_it(self, ranks: Ranks, saved: Saved, layout: Layout) -> None:
         """Weights and both moments arrive bit for bit on another grid, and training goes on with the same losses."""
-        answers = ranks.run(layout.world_size, load_on_rank, saved.folder, layout, saved.checkpoint)
+        answers = ranks.run(layout.world_size, load_on_rank, saved.folder, layout, saved.checkpoint, 2)
         loaded = assemble(saved.spec, [held for held, _, _, _ in answers])
         assert differences(loaded, saved.state, *MOMENTS) == []
         for _, found, after, _ in answers:
-            assert found == progress(3)
+            assert found == progress(3, updates=3)
             # Sums in another order: float32's rounding, grown by Adam over two steps.
-            assert after == [pytest.approx(step, rel=1e-4) for step in saved.after]
+            assert after == [pytest.approx(step, rel=1e-4) for step in saved.after[:2]]
 
-    @pytest.mark.parametrize("saved", ["untied", "tied"], indirect=True)
+    @pytest.mark.parametrize("saved", SAVED_ON, indirect=True)
     def test_same_layout_goes_on_bit_for_bit(self, ranks: Ranks, saved: Saved) -> None:
         """Resumed where it was saved, a run has the losses, norms, weights and moments of one that never stopped."""
-        answers = ranks.run(8, load_on_rank, saved.folder, SAVED_ON, saved.checkpoint)
-        assert [after for _, _, after, _ in answers] == [saved.after] * 8
+        size = saved.layout.world_size
+        answers = ranks.run(size, load_on_rank, saved.folder, saved.layout, saved.checkpoint, STEPS)
+        assert [after for _, _, after, _ in answers] == [saved.after] * size
         assert differences(assemble(saved.spec, [end for *_, end in answers]), saved.end, *MOMENTS) == []
 
     @pytest.mark.parametrize("saved", ["untied", "tied"], indirect=True)
@@ -183,7 +165,7 @@ def test_rectangles_tile_the_run(rows: int, columns: int, dim: int | None, data:
     assert torch.equal(written.count_nonzero(), torch.tensor(stop - start))
 
 
-# --- the folder -------------------------------------------------------------------------------------------------------
+# --- refused ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -192,84 +174,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return engine_on(tiny_config(tmp_path_factory.mktemp("small")), Layout())
 
 
-def names(folder: Path) -> list[str]:
-    """What a folder holds."""
-    return sorted(path.name for path in folder.iterdir())
-
-
-class TestFolder:
-    def test_only_the_newest_are_kept(self, small: Engine, tmp_path: Path) -> None:
-        """`keep` counts by step, not by name: step 10 is newer than step 9."""
-        for step in (8, 9, 10, 11):
-            save_checkpoint(tmp_path, small, progress(step), keep=3)
-        assert [path.name for path in checkpoints(tmp_path)] == ["step-9", "step-10", "step-11"]
-        assert names(tmp_path) == ["step-10", "step-11", "step-9"]
-
-    def test_unfinished_one_is_passed_over(self, small: Engine, tmp_path: Path) -> None:
-        """A folder without its last file, with another name or still under its working name is no checkpoint."""
-        save_checkpoint(tmp_path, small, progress(1), keep=3)
-        for name in (".step-3.partial", "step-2", "step-x", "step-4.old"):
-            (tmp_path / name).mkdir()
-        (tmp_path / ".step-3.partial" / PROGRESS_FILE).write_text("{}", encoding="utf-8")
-        assert [path.name for path in checkpoints(tmp_path)] == ["step-1"]
-        assert checkpoints(tmp_path / "missing") == []
-        # What an interrupted attempt has left is replaced by the next one.
-        save_checkpoint(tmp_path, small, progress(3), keep=3)
-        assert [path.name for path in checkpoints(tmp_path)] == ["step-1", "step-3"]
-        assert read_progress(tmp_path / "step-3") == progress(3)
-
-    def test_save_that_fails_keeps_the_old_one(
-        self, small: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """When the disk refuses, the former checkpoints stay, the failure is one sentence, and no half one is found."""
-        save_checkpoint(tmp_path, small, progress(1), keep=1)
-
-        def refuse(*_: object, **__: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        for target, name in ((checkpoints_module, "sync"), (Path, "rename"), (os, "fsync")):
-            with monkeypatch.context() as patch:
-                patch.setattr(target, name, refuse)
-                with pytest.raises(RunFailed, match=r"cannot save .*step-2: .*No space left on device"):
-                    save_checkpoint(tmp_path, small, progress(2), keep=1)
-            assert [path.name for path in checkpoints(tmp_path)] == ["step-1"]
-        save_checkpoint(tmp_path, small, progress(2), keep=1)
-        assert names(tmp_path) == ["step-2"]
-
-    def test_everything_is_on_the_disk_before_the_name(
-        self, small: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """All files and their folder are flushed before the rename, the parent after it, and only then goes the old."""
-        events: list[str] = []
-        rename, fsync, rmtree = Path.rename, os.fsync, checkpoints_module.shutil.rmtree
-
-        def flushed(handle: int) -> None:
-            events.append(Path(f"/proc/self/fd/{handle}").resolve().name)
-            fsync(handle)
-
-        def renamed_to(path: Path, to: Path) -> Path:
-            events.append(f"rename {path.name}")
-            return rename(path, to)
-
-        def removed(path: Path, **options: Any) -> None:
-            events.append(f"remove {path.name}")
-            rmtree(path, **options)
-
-        save_checkpoint(tmp_path, small, progress(1), keep=1)
-        monkeypatch.setattr(os, "fsync", flushed)
-        monkeypatch.setattr(
-            Path, "rename", lambda path, to: (events.append(f"rename {path.name}"), rename(path, to))[1]
-        )
-        monkeypatch.setattr(checkpoints_module.shutil, "rmtree", removed)
-        saved = save_checkpoint(tmp_path, small, progress(2), keep=1)
-        renamed = events.index("rename .step-2.partial")
-        assert set(names(saved)) | {".step-2.partial"} <= {*events[:renamed], ".metadata"}
-        assert any(".metadata" in event for event in events[:renamed])
-        assert events[renamed + 1 :] == [tmp_path.name, "remove step-1"]
-
-
 class TestRefused:
-    @pytest.mark.parametrize("content", [None, "{", "[]", '{"step": 3}', '{"step": 3, "other": 1}', "\udcff"])
+    @pytest.mark.parametrize(
+        "content", [None, "{", "[]", '{"step": 3}', '{"step": 3, "other": 1}', "\udcff", "[" * 9999]
+    )
     def test_no_progress(self, content: str | None, tmp_path: Path) -> None:
         """A folder whose progress file is missing, damaged or another one is no checkpoint."""
         if content is not None:
@@ -288,46 +196,55 @@ class TestRefused:
     )
     def test_another_model(self, small: Engine, tmp_path: Path, model: dict[str, Any], says: str) -> None:
         """The checkpoint of another model is refused with the first tensor that differs, also when it is larger."""
-        checkpoint = save_checkpoint(tmp_path / "checkpoints", small, progress(1), keep=1)
+        checkpoint = save(tmp_path / "checkpoints", small, 1)
         layers = (int(model.get("num_hidden_layers", 4)),)
-        folder = tiny_config(tmp_path / "other", **model)
-        other = engine_for(folder, Layout(layers=layers), SEQ, 6, weights="random")
+        other = engine_on(tiny_config(tmp_path / "other", **model), Layout(layers=layers))
         with pytest.raises(InputError, match=says):
             load_checkpoint(checkpoint, other)
 
     @pytest.mark.parametrize(
         ("damage", "says"),
         [
-            (lambda folder: os.truncate(next(folder.glob("*.distcp")), 3000), "is a damaged checkpoint"),
-            (lambda folder: next(folder.glob("*.distcp")).unlink(), "is a damaged checkpoint"),
+            (lambda folder: os.truncate(next(folder.glob("*.distcp")), 3000), "shorter than it was"),
+            (lambda folder: next(folder.glob("*.distcp")).unlink(), "is missing"),
+            (lambda folder: flip(next(folder.glob("*.distcp"))), "is a damaged checkpoint .*checksum"),
             (lambda folder: os.truncate(folder / ".metadata", 500), "is no table of contents"),
             (lambda folder: (folder / ".metadata").unlink(), "is no table of contents"),
             (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({"a": 1})), "is no table of contents"),
+            (lambda folder: (folder / "random.json").write_text("[{}]"), "no states of random generators"),
         ],
+        ids=["cut", "gone", "flipped", "contents-cut", "contents-gone", "other-contents", "random"],
     )
     def test_damaged(self, small: Engine, tmp_path: Path, damage: Callable[[Path], object], says: str) -> None:
-        """A checkpoint that lost a part is refused with its path, whichever part it is."""
-        checkpoint = save_checkpoint(tmp_path, small, progress(1), keep=1)
-        damage(checkpoint)
+        """A checkpoint that lost a part is refused with its path, even where nobody has looked at its hashes."""
+        checkpoint = save(tmp_path, small, 1)
+        damage(Path(checkpoint))
         with pytest.raises(InputError, match=says) as refused:
             load_checkpoint(checkpoint, small)
-        assert str(checkpoint) in str(refused.value)
+        assert checkpoint in str(refused.value)
 
     def test_code_in_a_checkpoint_never_runs(self, small: Engine, tmp_path: Path) -> None:
         """A table of contents that names a function is refused, and the function is not called."""
-        checkpoint = save_checkpoint(tmp_path, small, progress(1), keep=1)
+        contents = Path(save(tmp_path, small, 1)) / ".metadata"
         bait = tmp_path / "ran"
 
         class Bait:
             def __reduce__(self) -> tuple[Any, ...]:
                 return (os.mkdir, (str(bait),))
 
-        (checkpoint / ".metadata").write_bytes(pickle.dumps(Bait()))
+        contents.write_bytes(pickle.dumps(Bait()))
         with pytest.raises(InputError, match=r"it names posix\.mkdir"):
-            load_checkpoint(checkpoint, small)
+            load_checkpoint(contents.parent, small)
         assert not bait.exists()
-        pickle.loads((checkpoint / ".metadata").read_bytes())  # noqa: S301 - the bait itself works
+        pickle.loads(contents.read_bytes())  # noqa: S301 - the bait itself works
         assert bait.exists()
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file, which lies in some tensor's numbers."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
@@ -368,7 +285,7 @@ def test_export_is_the_source(ranks: Ranks, tmp_path: Path, layout: Layout, dtyp
     assert as_bytes(ours) == as_bytes(theirs)
 
 
-def export_trained(rank: int, folder: Path, layout: Layout, checkpoint: Path, target: Path) -> list[Held]:
+def export_trained(rank: int, folder: Path, layout: Layout, checkpoint: str, target: Path) -> list[Held]:
     """Export what a checkpoint holds, trained one step further."""
     engine = engine_on(folder, layout)
     load_checkpoint(checkpoint, engine)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from command_line import (
     Running,
+    errors,
     linked_workspace,
     made_once,
     make_workspace,
@@ -24,6 +26,8 @@ from command_line import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from triweave.checkpoint.local_store import LocalStore
+from triweave.checkpoint.manifest import manifest_of
 from triweave.config.load import load_run
 
 NUM_STEPS = 9
@@ -116,7 +120,9 @@ class TestFinishedRun:
 
     def test_checkpoints_stand_where_the_contract_says(self, finished: Path) -> None:
         """Every third step has a whole checkpoint, and nothing half-written lies beside them."""
-        assert {path.name for path in (finished / "out" / "checkpoints").iterdir()} == {"step-3", "step-6", "step-9"}
+        kept = finished / "out" / "checkpoints"
+        assert {path.name for path in kept.iterdir()} == {"latest", "step-3", "step-6", "step-9"}
+        assert (kept / "latest").read_text() == "step-9\n"
         assert {path.name for path in (finished / "out").iterdir()} == {
             *("checkpoints", "data", "hf", "metrics.jsonl", "run.yaml", "validation.jsonl")
         }
@@ -212,6 +218,7 @@ def test_resume_as_another_run_is_refused(
     progress = json.loads((finished / "out" / "checkpoints" / "step-6" / "progress.json").read_text())
     (folder / "step-6").mkdir()
     (folder / "step-6" / "progress.json").write_text(json.dumps(progress | saved))
+    seal(folder / "step-6")
     done = triweave("train", "run.yaml", *words, "--resume=step-6", cwd=folder)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -223,9 +230,77 @@ def test_run_does_not_write_below_later_checkpoints(finished: Path, tmp_path: Pa
     """Starting anew in a finished run's folder would leave the old checkpoints as the newest: it is refused."""
     folder = linked_workspace(finished, tmp_path / "again")
     saved = folder / "out" / "checkpoints" / "step-6"
-    saved.mkdir(parents=True)
-    (saved / "progress.json").write_text((finished / "out" / "checkpoints" / "step-6" / "progress.json").read_text())
+    shutil.copytree(finished / "out" / "checkpoints" / "step-6", saved)
+    before = everything_in(saved)
     done = triweave("train", "run.yaml", "--resume=never", cwd=folder)
     assert done.returncode == 2
     assert "output_dir = out: holds step-6 of an earlier run, and this one starts from step 0" in done.stderr
-    assert [path.name for path in saved.iterdir()] == ["progress.json"]
+    assert everything_in(saved) == before
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    """Every file's content."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_damaged_newest_is_passed_over(finished: Path, tmp_path: Path) -> None:
+    """A checkpoint with one changed bit is named, the one before is used, and the run comes to the same end."""
+    folder = linked_workspace(finished, tmp_path / "other")
+    shutil.copytree(finished / "out", folder / "out", ignore=shutil.ignore_patterns("hf", "step-9", "latest"))
+    flip(folder / "out" / "checkpoints" / "step-6" / "__1_0.distcp")
+    done = triweave("train", "run.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("DAMAGED")]
+    assert line.split(maxsplit=1)[1].startswith("step-6: __1_0.distcp has changed since it was written")
+    assert "resumed   at step 3\n" in done.stdout
+    assert course(folder / "out") == course(finished / "out")
+    again = triweave("train", "run.yaml", "--checkpoint.export=false", "--train.steps=10", cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert "DAMAGED" not in again.stdout  # it was saved again
+
+
+def test_no_whole_checkpoint_stops_the_run(finished: Path, tmp_path: Path) -> None:
+    """Where there are checkpoints and all are damaged, the run ends with one message and begins nothing anew."""
+    folder = linked_workspace(finished, tmp_path / "other")
+    shutil.copytree(finished / "out", folder / "out", ignore=shutil.ignore_patterns("hf", "step-9", "latest"))
+    for step in (3, 6):
+        flip(folder / "out" / "checkpoints" / f"step-{step}" / "__0_0.distcp")
+    done = triweave("train", "run.yaml", cwd=folder)
+    assert done.returncode == 2
+    (message,) = errors(done.stderr)
+    assert message.startswith(
+        "error: resume = auto: finds no whole checkpoint among the 2 in out/checkpoints (step-6: __0"
+    )
+    assert not (folder / "out" / "checkpoints" / "step-9").exists()
+
+
+def test_directory_in_use_is_refused(finished: Path, tmp_path: Path) -> None:
+    """A second job in a run's directory is refused with who is there; after a kill the next one goes on at once."""
+    folder = linked_workspace(finished, tmp_path / "other")
+    alone = ("--layout.tp=1", "--layout.pp=1", "--checkpoint.export=false", "--data.validation=0")
+    with Running("-m", "triweave", "train", "run.yaml", *alone, "--train.steps=100000", cwd=folder) as running:
+        assert wait_until((folder / "out" / "metrics.jsonl").exists)
+        second = triweave("train", "run.yaml", *alone, cwd=folder)
+        running.process.kill()
+        assert running.all_gone()
+    assert second.returncode == 2
+    (message,) = errors(second.stderr)
+    assert re.match(r"error: output_dir = out: is in use by process \d+ on \S+ since 20", message)
+    assert str(running.process.pid) in message
+    last = max(line["step"] for line in read_lines(folder / "out" / "metrics.jsonl")[:-1])
+    third = triweave("train", "run.yaml", *alone, f"--train.steps={last + 3}", cwd=folder)
+    assert third.returncode == 0, third.stderr
+    assert not (folder / "out" / "lock.json").exists()
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def seal(folder: Path) -> None:
+    """Give a folder a manifest of what is in it."""
+    manifest = manifest_of(LocalStore(folder.parent), folder.name)
+    (folder / "manifest.json").write_bytes(manifest.to_bytes())

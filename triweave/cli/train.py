@@ -23,8 +23,8 @@ def train(run_file: Path, /, *overrides: Overrides, nproc: Nproc = None) -> int:
     from triweave.training.start import Job, start
 
     def job() -> Job:
-        from triweave.training.loop import check_resume
         from triweave.training.loop import train as train_rank
+        from triweave.training.resume import check_resume
 
         return Job(train_rank, check_resume)
 

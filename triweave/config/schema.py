@@ -137,7 +137,11 @@ class CheckpointConfig:
     every_steps: int = 0
     """Steps between checkpoints; 0 saves only the last step."""
     keep: int = 3
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep. Damaged ones do not count."""
+    asynchronous: Literal["auto", "off"] = "auto"
+    """Write beside training, from a copy in host memory: `auto` where every host has room for it (the log says)."""
+    path: str | None = None
+    """Folder, or URL that fsspec knows, as in s3://bucket/run; left out, output_dir/checkpoints."""
     export: bool = True
     """Write a Hugging Face folder (output_dir/hf) after the last step."""
 

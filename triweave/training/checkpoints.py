@@ -1,38 +1,46 @@
-"""Checkpoints of a run: `RUN_DIR/checkpoints/step-N/`, written whole or not at all."""
+"""What a checkpoint of a run holds, out of an engine and into one. `checkpoint.save` says how it gets to the disk."""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from triweave import __version__
-from triweave.checkpoint.durable import sync
+from triweave.checkpoint.agreement import gather
+from triweave.checkpoint.host_copy import HostCopy
+from triweave.checkpoint.kept import name_of
 from triweave.checkpoint.metadata_file import CheckpointReader
-from triweave.checkpoint.slices import Rectangle, Slices, SlicesLoadPlanner, SlicesSavePlanner, rectangles
-from triweave.errors import InputError, Problem, RunFailed
+from triweave.checkpoint.places import locate
+from triweave.checkpoint.random_states import random_states, restore_random_states
+from triweave.checkpoint.save import write_checkpoint
+from triweave.checkpoint.slices import Rectangle, Slices, SlicesLoadPlanner, rectangles
+from triweave.checkpoint.store import DamagedCheckpoint, Store, read_bytes
+from triweave.errors import InputError, Problem
+from triweave.groups import Group
 from triweave.model_spec import ModelSpec
 from triweave.training.engine import Engine
 from triweave.training.optimizer import Part
 
 PROGRESS_FILE = "progress.json"
+RANDOM_FILE = "random.json"
+RUN_FILE = "run.yaml"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 """What is saved of each tensor: the float32 master and Adam's two moments."""
+
+_PROGRESS_LIMIT_BYTES = 2**20
+_RANDOM_LIMIT_BYTES = 2**28
+"""Of 10,000 ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,114 +48,122 @@ class RunProgress:
     """How far a run is, and what it must find again to go on."""
 
     step: int
-    """Optimizer steps done; with the seed it is also the position in the data."""
+    """Optimizer steps done; with the seed it is also the position in the data, and in the learning rate's schedule."""
     seed: int
     global_batch: int
     data: str
     """Fingerprint of the training data."""
     layout: str
+    updates: int | None = None
+    """Updates that Adam has counted; fewer than `step` where some were left out. Filled in by the save."""
     triweave: str = __version__
     torch: str = torch.__version__
 
 
-def save_checkpoint(folder: Path, engine: Engine, progress: RunProgress, keep: int) -> Path:
-    """Write `folder/step-N`, then delete all but the newest `keep`. All ranks call it together.
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of this rank at the end of a step. Without a host copy it is the state itself, not a picture of it."""
+
+    progress: RunProgress
+    run_file: str
+    """The resolved run file."""
+    tensors: dict[str, Slices]
+    random: dict[str, Any]
+
+
+def take_snapshot(engine: Engine, progress: RunProgress, run_file: str, copy: HostCopy | None = None) -> Snapshot:
+    """This rank's state; copied, if there is room for a copy (of `snapshot_bytes`), so that training can go on."""
+    _, state = next(engine.optimizer.states())
+    progress = replace(progress, updates=int(state["step"]))
+    return Snapshot(progress, run_file, _tensors_of(engine, copy), random_states(engine.groups.device))
+
+
+def snapshot_bytes(engine: Engine) -> list[int]:
+    """Sizes of the tensors that a snapshot copies, in its order."""
+    return [part.parameter.nbytes for part in engine.optimizer.parts for _ in KINDS]
+
+
+def write_snapshot(store: Store, snapshot: Snapshot, group: Group) -> str:
+    """Write a checkpoint of what all ranks of `group` hold; returns its name. They call it together.
 
     Raises:
-        RunFailed: the disk refuses.
+        RunFailed: which rank could not write, and why. Nothing has changed then.
     """
-    target = folder / f"step-{progress.step}"
-    partial = folder / f".step-{progress.step}.partial"
-    first = engine.groups.rank == 0
-    try:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        _barrier(engine)
-        with _quiet():
-            save(
-                _state(engine),
-                storage_writer=FileSystemWriter(partial, single_file_per_rank=True),
-                planner=SlicesSavePlanner(),
-                no_dist=engine.groups.world.size == 1,
-            )
-        if first:
-            (partial / PROGRESS_FILE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
-            # torch has flushed its own files.
-            sync(partial / PROGRESS_FILE)
-            sync(partial)
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
-            sync(folder)
-            for old in checkpoints(folder)[:-keep]:
-                shutil.rmtree(old)
-    except CheckpointException as error:
-        raise RunFailed(f"cannot save {target}: {_cause(error)}") from None
-    except OSError as error:
-        raise RunFailed(f"cannot save {target}: {error.strerror}") from None
-    _barrier(engine)
-    return target
+    name = name_of(snapshot.progress.step)
+    random = gather(snapshot.random, group)
+    documents = {
+        RUN_FILE: snapshot.run_file.encode(),
+        RANDOM_FILE: json.dumps(random).encode(),
+        PROGRESS_FILE: (json.dumps(asdict(snapshot.progress), indent=2) + "\n").encode(),
+    }
+    write_checkpoint(store, name, snapshot.tensors, documents, group)
+    return name
 
 
-def load_checkpoint(folder: Path, engine: Engine) -> RunProgress:
-    """Bring weights and optimizer back to where `folder` was written. All ranks call it together.
+def load_checkpoint(checkpoint: str | Path, engine: Engine) -> RunProgress:
+    """Bring weights, optimizer and random states back to where `checkpoint` was written. All ranks call it together.
+
+    Its hashes are not looked at here: see `checkpoint.kept.damage`.
 
     Raises:
-        InputError: the folder is no checkpoint, or that of another model, or damaged.
+        InputError: it is no checkpoint, or that of another model, or damaged.
     """
-    progress = read_progress(folder)
-    reader = CheckpointReader(folder)
+    progress = read_progress(checkpoint)
+    reader = CheckpointReader(checkpoint)
     for unit in engine.sharding.units:
         unit.own()
-    _check_model(reader.read_metadata(), engine.spec, folder)
+    _check_model(reader.tensors(), engine.spec, checkpoint)
     try:
         with _quiet():
             load(
-                _state(engine),
+                _tensors_of(engine),
                 storage_reader=reader,
                 planner=SlicesLoadPlanner(),
                 no_dist=engine.groups.world.size == 1,
             )
     except CheckpointException as error:
-        raise InputError(Problem("resume", folder, f"is a damaged checkpoint ({_cause(error)})")) from None
+        raise InputError(Problem("resume", checkpoint, f"is a damaged checkpoint ({_cause(error)})")) from None
     for _, moments in engine.optimizer.states():
-        moments["step"].fill_(progress.step)
+        moments["step"].fill_(progress.step if progress.updates is None else progress.updates)
     engine.sharding.publish()
+    _restore_random(checkpoint, engine)
     return progress
 
 
-def read_progress(folder: Path) -> RunProgress:
-    """How far the run was when `folder` was written.
+def read_progress(checkpoint: str | Path) -> RunProgress:
+    """How far the run was when `checkpoint` was written.
 
     Raises:
         InputError: it is no checkpoint, or not a whole one.
     """
     try:
-        values = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+        values = json.loads(read_bytes(*locate(checkpoint), PROGRESS_FILE, _PROGRESS_LIMIT_BYTES))
         return RunProgress(**values)
-    except (OSError, ValueError, TypeError):
-        raise InputError(Problem("resume", folder, f"is no checkpoint: it has no readable {PROGRESS_FILE}")) from None
+    except (DamagedCheckpoint, ValueError, TypeError, RecursionError):
+        rule = f"is no checkpoint: it has no readable {PROGRESS_FILE}"
+        raise InputError(Problem("resume", checkpoint, rule)) from None
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in a run's `checkpoints` folder, oldest first."""
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _step_of(path))]
-    return [path for _, path in sorted(found) if (path / PROGRESS_FILE).is_file()]
+def _restore_random(checkpoint: str | Path, engine: Engine) -> None:
+    """Give each rank its generators' states, if there are as many ranks as there were."""
+    try:
+        states = json.loads(read_bytes(*locate(checkpoint), RANDOM_FILE, _RANDOM_LIMIT_BYTES))
+        if len(states) == engine.groups.world.size:
+            restore_random_states(states[engine.groups.rank], engine.groups.device)
+    except (DamagedCheckpoint, ValueError, TypeError, RecursionError) as error:
+        rule = f"is a damaged checkpoint ({RANDOM_FILE}: {error})"
+        raise InputError(Problem("resume", checkpoint, rule)) from None
 
 
-def _check_model(saved: Metadata, spec: ModelSpec, folder: Path) -> None:
+def _check_model(saved: Mapping[str, TensorStorageMetadata], spec: ModelSpec, checkpoint: str | Path) -> None:
     """Refuse the checkpoint of another model: one that is larger would be loaded in part."""
-    there = {
-        name: list(entry.size)
-        for name, entry in saved.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    there = {name: list(table.size) for name, table in saved.items()}
     here = {f"{kind}.{tensor.name}": list(tensor.shape) for kind in KINDS for tensor in spec.tensors()}
     for name in (*here, *there):
         if there.get(name) != here.get(name):
             sizes = f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
             rule = f"holds another model: {name} is {sizes}"
-            raise InputError(Problem("resume", folder, rule))
+            raise InputError(Problem("resume", checkpoint, rule))
 
 
 def _cause(error: CheckpointException) -> str:
@@ -156,19 +172,17 @@ def _cause(error: CheckpointException) -> str:
     return str(failure) or type(failure).__name__
 
 
-def _step_of(path: Path) -> re.Match[str] | None:
-    return re.fullmatch(r"step-(\d+)", path.name)
-
-
-def _state(engine: Engine) -> dict[str, Slices]:
-    """Master weights and both moments under Hugging Face names, as this rank holds them."""
-    parts: dict[str, tuple[tuple[int, ...], list[Rectangle]]] = {}
-    for part, moments in engine.optimizer.states():
-        values = (part.parameter.data, moments["exp_avg"], moments["exp_avg_sq"])
-        for kind, flat in zip(KINDS, values, strict=True):
-            for name, shape, rectangle in _rectangles_of(part, flat):
-                parts.setdefault(f"{kind}.{name}", (shape, []))[1].append(rectangle)
-    return {key: Slices(shape, held) for key, (shape, held) in parts.items()}
+def _tensors_of(engine: Engine, copy: HostCopy | None = None) -> dict[str, Slices]:
+    """Master weights and both moments under Hugging Face names, as this rank holds them, or copies."""
+    states = list(engine.optimizer.states())
+    flats = [flat for part, moments in states for flat in (part.parameter.data, *(moments[kind] for kind in KINDS[1:]))]
+    held = iter(flats if copy is None else copy.take(flats))
+    found: dict[str, tuple[tuple[int, ...], list[Rectangle]]] = {}
+    for part, _ in states:
+        for kind in KINDS:
+            for name, shape, rectangle in _rectangles_of(part, next(held)):
+                found.setdefault(f"{kind}.{name}", (shape, []))[1].append(rectangle)
+    return {key: Slices(shape, parts) for key, (shape, parts) in found.items()}
 
 
 def _rectangles_of(part: Part, flat: Tensor) -> Iterator[tuple[str, tuple[int, ...], Rectangle]]:
@@ -185,17 +199,7 @@ def _rectangles_of(part: Part, flat: Tensor) -> Iterator[tuple[str, tuple[int, .
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's warning that a single process saves or loads; that is what was asked for."""
+    """Silence torch's warning that a single process loads; that is what was asked for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _barrier(engine: Engine) -> None:
-    if engine.groups.world.size > 1:
-        dist.barrier(**_device_ids(engine))
-
-
-def _device_ids(engine: Engine) -> dict[str, Any]:
-    device = engine.groups.device
-    return {"device_ids": [device.index]} if device.type == "cuda" else {}

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from triweave.checkpoint.run_lock import claimed
 from triweave.collectives import all_reduce
 from triweave.config.document import to_yaml
-from triweave.config.schema import Run
 from triweave.config.validate import ResolvedRun
 from triweave.data.cache import PreparedData
 from triweave.data.dataset import Dataset
 from triweave.data.sampler import steps_for
-from triweave.errors import InputError, Problem, RunFailed
+from triweave.errors import RunFailed
 from triweave.training.batches import batch_of, training_batch, validation_batches
-from triweave.training.checkpoints import RunProgress, checkpoints, load_checkpoint, read_progress, save_checkpoint
+from triweave.training.checkpoints import RUN_FILE, RunProgress
 from triweave.training.console import Console, closing, opening
 from triweave.training.engine import DTYPES, Engine, build_engine
 from triweave.training.export import export_hugging_face
@@ -37,6 +40,8 @@ from triweave.training.metrics import (
 )
 from triweave.training.process import Process
 from triweave.training.processes import choose_device, process_group
+from triweave.training.resume import clean_up, resume, store_of
+from triweave.training.saver import Saver
 from triweave.training.step import evaluate_step, train_step
 
 VALIDATION_FILE = "validation.jsonl"
@@ -50,7 +55,10 @@ def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> in
         # cuBLAS asks for a fixed workspace before it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    with process_group(process, device, run.runtime.timeout_s):
+    folder = Path(run.output_dir)
+    # By the rank that writes there; the lock goes with it, whatever ends it.
+    lock = claimed(folder, functools.partial(print, file=sys.stderr)) if process.rank == 0 else nullcontext()
+    with lock, process_group(process, device, run.runtime.timeout_s):
         engine = build_engine(resolved, device)
         _Training(resolved, prepared, engine).run()
     return 0
@@ -67,6 +75,12 @@ class _Training:
         self.held_out = prepared.validation()
         self.num_steps = number_of_steps(resolved, self.data)
         self.first = engine.groups.rank == 0
+        store, checkpoint = store_of(self.run_file), self.run_file.checkpoint
+        if self.first:
+            clean_up(store)
+        # A single save, at the end, has no step to stand beside.
+        asynchronous = checkpoint.asynchronous if checkpoint.every_steps else "off"
+        self.saver = Saver(store, engine, checkpoint.keep, asynchronous)
         device = engine.groups.device
         self.meter = Meter(
             engine.spec,
@@ -80,12 +94,16 @@ class _Training:
     def run(self) -> None:
         """Train from where the run is to its end."""
         run, started, spent = self.run_file, time.monotonic(), 0.0
-        done = self.resume()
+        resumed = resume(self.resolved, self.prepared, self.engine, self.saver.group)
+        self.saver.bad |= resumed.bad.keys()
+        done = 0 if resumed.progress is None else resumed.progress.step
         console = Console(self.num_steps, done, speaks=self.first)
         sinks = self.open_sinks(done)
         metrics: StepMetrics | None = None
         try:
             console.say(*opening(self.resolved, self.engine, self.meter, self.prepared.summary, self.num_steps))
+            console.say(f"saves     {self.saver.method}")
+            console.say(*(f"DAMAGED   {name}: {problem}; passed over" for name, problem in resumed.bad.items()))
             if done:
                 console.say(f"resumed   at step {done}")
             if self.held_out is not None:
@@ -104,10 +122,19 @@ class _Training:
                 console.advance()
                 if last or (run.checkpoint.every_steps and metrics.step % run.checkpoint.every_steps == 0):
                     self.save(metrics.step)
+                console.say(*(line for saved in self.saver.news() for line in saved.lines))
             if run.checkpoint.export:
                 self.export()
+            self.saver.finish()
+            console.say(*(line for saved in self.saver.news() for line in saved.lines))
+            if self.saver.unsaved is not None:
+                raise RunFailed(self.saver.unsaved)
             tokens = (self.num_steps - done) * self.meter.tokens_per_step
             console.say(closing(metrics, time.monotonic() - started, tokens))
+        except RunFailed:
+            # All ranks raise it in the same step. What an earlier one has saved is still to be had.
+            self.saver.finish()
+            raise
         finally:
             console.close()
             for sink in sinks:
@@ -124,6 +151,7 @@ class _Training:
             raise RunFailed(f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved")
         taken = time.monotonic() - begin
         metrics = self.meter.measure(step + 1, loss, grad_norm, rate, taken, self.peak_over_ranks())
+        metrics = replace(metrics, failed_saves=self.saver.failed)
         every = run.validation.every_steps
         if self.held_out is not None and (step + 1 == self.num_steps or (every and (step + 1) % every == 0)):
             metrics = replace(metrics, val_loss=self.validate(self.held_out))
@@ -157,18 +185,13 @@ class _Training:
         allocated, reserved = all_reduce(peaks, self.engine.groups.world, torch.distributed.ReduceOp.MAX).tolist()
         return allocated, reserved
 
-    def resume(self) -> int:
-        """Load the checkpoint that the run file asks for; returns the steps that are done."""
-        source = checkpoint_to_resume(self.run_file)
-        return 0 if source is None else load_checkpoint(source, self.engine).step
-
     def save(self, step: int) -> None:
-        """Write a checkpoint of the state after `step` steps."""
+        """Save a checkpoint of the state after `step` steps; it may still be on its way when this returns."""
         run = self.run_file
         progress = RunProgress(
             step, run.seed, run.train.global_batch, self.prepared.summary.fingerprint, str(self.engine.layout)
         )
-        save_checkpoint(self.folder / "checkpoints", self.engine, progress, run.checkpoint.keep)
+        self.saver.save(progress, to_yaml(run))
 
     def export(self) -> None:
         """Write the Hugging Face folder."""
@@ -188,7 +211,7 @@ class _Training:
         if not self.first:
             return []
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "run.yaml").write_text(to_yaml(self.run_file), encoding="utf-8")
+        (self.folder / RUN_FILE).write_text(to_yaml(self.run_file), encoding="utf-8")
         sinks: list[Sink] = [JsonLines(self.folder / "metrics.jsonl", after_step=done)]
         drop_lines(self.folder / VALIDATION_FILE, after_step=done - 1)  # after step `done` it is measured again
         if "tensorboard" in self.run_file.log.to:
@@ -202,57 +225,3 @@ def number_of_steps(resolved: ResolvedRun, data: Dataset) -> int:
     if train.steps is not None:
         return train.steps
     return steps_for(train.epochs or 1.0, data.num_sequences, train.global_batch)
-
-
-def checkpoint_to_resume(run: Run) -> Path | None:
-    """The checkpoint that `run.resume` names, None to start anew."""
-    if run.resume == "never":
-        return None
-    if run.resume != "auto":
-        return Path(run.resume)
-    found = checkpoints(Path(run.output_dir) / "checkpoints")
-    return found[-1] if found else None
-
-
-def check_resume(resolved: ResolvedRun, prepared: PreparedData) -> None:
-    """Check the checkpoint that the run goes on from, if it does; one process does this before the ranks meet.
-
-    Raises:
-        InputError: it is none, or not one of this run, or the run would write below checkpoints that go further.
-    """
-    run = resolved.run
-    source = checkpoint_to_resume(run)
-    if source is not None:
-        check_resumable(source, resolved, prepared)
-    kept = checkpoints(Path(run.output_dir) / "checkpoints")
-    begin = 0 if source is None else read_progress(source).step
-    if kept and read_progress(kept[-1]).step > begin:
-        # They would be taken for the newest of this run: kept in place of its own, and resumed from.
-        rule = f"holds {kept[-1].name} of an earlier run, and this one starts from step {begin}"
-        raise InputError(Problem("output_dir", run.output_dir, rule, "another folder, or resume: auto"))
-
-
-def check_resumable(source: Path, resolved: ResolvedRun, prepared: PreparedData) -> None:
-    """Refuse to go on with other data, another seed or another global batch: samples would be lost or repeated.
-
-    Raises:
-        InputError: one of the three differs from what the checkpoint was trained with.
-    """
-    progress, run = read_progress(source), resolved.run
-    pairs = [
-        ("seed", run.seed, progress.seed),
-        ("train.global_batch", run.train.global_batch, progress.global_batch),
-    ]
-    problems = [
-        Problem(key, now, f"differs from the {then} of the checkpoint {source}", str(then))
-        for key, now, then in pairs
-        if now != then
-    ]
-    # Another seed holds out other examples: then the data differ, and not by a mistake of their own.
-    if prepared.summary.fingerprint != progress.data and run.seed == progress.seed:
-        rule = f"gives other training sequences than those of the checkpoint {source}"
-        problems.append(
-            Problem("data.train", ", ".join(run.data.train), rule, "the former data, or another output_dir")
-        )
-    if problems:
-        raise InputError(problems)

@@ -43,12 +43,16 @@ class StepMetrics:
     """Largest over the ranks. On the CPU: resident memory of the process."""
     peak_reserved_gib: float
     val_loss: float | None = None
+    failed_saves: int = 0
+    """Checkpoints that could not be saved since the start of this process."""
 
     def to_json(self) -> str:
-        """The line, without what was not measured."""
+        """The line, without what was not measured and did not fail."""
         values = asdict(self)
         if self.val_loss is None:
             del values["val_loss"]
+        if not self.failed_saves:
+            del values["failed_saves"]
         return json.dumps(values)
 
 

@@ -1,0 +1,86 @@
+"""A copy of device tensors in this host's memory, made again and again into the same place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 256
+"""Bytes between which copies start: what fast transfers ask for."""
+
+
+class HostCopy:
+    """Memory for copies of tensors. On a GPU it is pinned, so that copies run at the speed of the bus.
+
+    One block, registered with CUDA as a whole: torch's allocator of pinned memory rounds each tensor up to a power of
+    two (torch 2.13), which would take up to twice the memory.
+    """
+
+    def __init__(self, num_bytes: Sequence[int], device: torch.device) -> None:
+        """Make room for tensors of `num_bytes` each; on a GPU this takes a second for a few GB.
+
+        Raises:
+            RuntimeError: CUDA cannot pin so much.
+        """
+        self._starts = [0]
+        for size in num_bytes:
+            self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        self._block = torch.empty(self._starts[-1], dtype=torch.uint8)
+        self._device = device
+        if device.type == "cuda" and self._block.numel():
+            error = int(torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), self._block.numel(), 0))
+            if error:
+                raise RuntimeError(f"CUDA cannot pin {self._block.numel():,} bytes of this host (error {error})")
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the block."""
+        return self._block.numel()
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of `tensors`, in the order and of the sizes that were announced; done when this returns.
+
+        They are valid until the next call.
+        """
+        copies = []
+        for start, tensor in zip(self._starts, tensors, strict=False):
+            copy = self._block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copy.copy_(tensor.detach(), non_blocking=True)
+            copies.append(copy)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return copies
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._device.type == "cuda" and self._block.numel():
+            torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+
+def available_host_bytes() -> int:
+    """Memory that this process can still have: the host's, or what is left of its control group's limit."""
+    available = _number_after("MemAvailable:", Path("/proc/meminfo")) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        # Pages of files count as used, and go when memory is asked for.
+        cached = _number_after("inactive_file", group / "memory.stat")
+    except OSError:
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used + cached))
+
+
+def host_key() -> str:
+    """What is the same for all processes of one host (or container), and for no others."""
+    return f"{os.uname().nodename} {Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}"
+
+
+def _number_after(word: str, path: Path) -> int:
+    lines = path.read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.split()[0] == word)
