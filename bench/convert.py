@@ -3,10 +3,11 @@
     python bench/convert.py --folder DIR [--layers 4] [--out TABLE.md]
 
 A Hugging Face folder with the real shapes of Llama-3-70B (8192 hidden, 28672 feed-forward, vocabulary 128,256,
-bfloat16) is drawn, then converted, each way in a process of its own: to a checkpoint of triweave and back, to Megatron-Core and
-back. Peak memory is the process's largest resident set (`ru_maxrss`, torch and Python included); GB/s are bytes of stored weights read,
-by the clock, start to flushed disk. The folders that came back are compared with the first byte by byte. Memory does not depend on the
-number of layers, which `--layers 1 2 4` shows.
+bfloat16) is drawn, then converted, each way in a process of its own: to a checkpoint of triweave and back, to
+Megatron-Core and back. Peak memory is the process's largest resident set (`ru_maxrss`, torch and Python included). GB/s
+are the bytes of stored weights that were read, over the time from the first look at the source to the flushed disk.
+The folders that came back are compared with the first byte by byte. That memory does not depend on the number of layers
+is what several numbers after `--layers` show.
 """
 
 from __future__ import annotations

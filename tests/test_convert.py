@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoModelForCausalLM
 
+from triweave.checkpoint.manifest import manifest_of
+from triweave.checkpoint.places import locate
+from triweave.checkpoint.store import MANIFEST_FILE
 from triweave.conversion.convert import BAND_BYTES, Converted, Request, bands
 from triweave.conversion.convert import convert as carry
 from triweave.conversion.sizes import read_size
@@ -194,14 +197,14 @@ def names(folder: Path) -> list[str]:
         ("hf", "hf", {"to": "hf"}, "DST = .*is SRC"),
         ("hf", "hf/inside", {"to": "hf"}, "one inside the other"),
         ("hf/model.safetensors", "out", {}, "is not a folder"),
-        ("hg", "out", {}, "is not a folder; nearest: .*hf"),
+        ("hff", "out", {}, "is not a folder; nearest: .*hf"),
         ("empty", "out", {}, "is none of a Hugging Face folder"),
         ("hf", "out", {}, "--to: is needed"),
         ("hf", "out", {"to": "megatrom"}, "--to = megatrom: must be hf, triweave, megatron; nearest: megatron"),
         ("hf", "taken", {"to": "hf"}, "is not empty; nearest: another folder, or --force"),
         ("hf", "taken", {"to": "hf", "force": True}, "so --force does not replace it"),
         ("step-0", "step-1", {}, "`train` reshards it"),
-        ("step-0", "out", {}, "--model: is needed"),
+        ("bare", "out", {}, "--model: is needed"),
         ("hf", "step-1", {"dtype": "bfloat16"}, "must be float32: a checkpoint holds master weights"),
         ("hf", "out", {"to": "hf", "dtype": "bf16"}, "--dtype = bf16: must be bfloat16"),
     ],
@@ -214,7 +217,8 @@ def test_what_cannot_be_is_refused(
     (tmp_path / "empty").mkdir()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.txt").write_text("years")
-    shutil.rmtree(checkpoint / "hugging_face", ignore_errors=True)
+    shutil.copytree(checkpoint, tmp_path / "bare")
+    shutil.rmtree(tmp_path / "bare" / "hugging_face")
     before = names(tmp_path)
     with pytest.raises(InputError, match=says):
         convert(tmp_path / source, tmp_path / target, **options)
@@ -285,6 +289,11 @@ def flip_a_weight(folder: Path) -> None:
     data_file(folder).write_bytes(content)
 
 
+def flip_and_agree(folder: Path) -> None:
+    flip_a_weight(folder)
+    agree(folder)
+
+
 def cut(folder: Path) -> None:
     os.truncate(data_file(folder), data_file(folder).stat().st_size // 2)
 
@@ -311,36 +320,43 @@ def claim_a_petabyte(folder: Path) -> None:
     rewrite(folder, grow)
 
 
-def swap_two_layers(folder: Path) -> None:
-    """Equal bytes, another shape: the archive says what it is, whatever the table says."""
+def take_for_another(folder: Path) -> None:
+    """The table of contents says that a norm lies where a matrix does."""
 
-    def swap(contents: Metadata) -> None:
-        places = {(i.fqn, i.offset): i for i in contents.storage_data}
-        one = places["weight.model.norm.weight", torch.Size([0])]
-        other = next(i for (name, _), i in places.items() if name == "weight.model.layers.0.self_attn.q_proj.weight")
-        contents.storage_data[one], contents.storage_data[other] = (
-            contents.storage_data[other],
-            contents.storage_data[one],
-        )
+    def change(contents: Metadata) -> None:
+        index = {i.fqn: i for i in contents.storage_data}
+        matrix = index["weight.model.layers.0.self_attn.q_proj.weight"]
+        contents.storage_data[index["weight.model.norm.weight"]] = contents.storage_data[matrix]
 
-    rewrite(folder, swap)
+    rewrite(folder, change)
 
 
 def rewrite(folder: Path, change: Callable[[Metadata], object]) -> None:
     contents = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - written by this test
     change(contents)
     (folder / ".metadata").write_bytes(pickle.dumps(contents))
+    agree(folder)
+
+
+def agree(folder: Path) -> None:
+    """A manifest that fits what is in the folder now: whoever can change a file can change that too."""
+    store, name = locate(folder)
+    (folder / MANIFEST_FILE).unlink()
+    (folder / MANIFEST_FILE).write_bytes(manifest_of(store, name).to_bytes())
 
 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (flip_a_weight, r"__0_0\.distcp: holds weight\.model\..*is damaged \(its bytes do not match their checksum\)"),
-        (cut, r"leave the \d+ of __0_0\.distcp, which is cut short"),
+        (flip_a_weight, r"step-0: is a damaged checkpoint \(__0_0\.distcp has changed since it was written"),
+        (lambda folder: data_file(folder).unlink(), r"\(__0_0\.distcp is missing\)"),
+        (lambda folder: (folder / "manifest.json").unlink(), r"\(manifest\.json cannot be read"),
+        (flip_and_agree, r"__0_0\.distcp: holds weight\.model\..*is damaged \(its bytes do not match their checksum\)"),
+        (cut, r"\(__0_0\.distcp has [\d,]+ bytes and was written with"),
         (lead_outside, "may only name files that lie beside it"),
         (point_past_the_end, "cut short"),
         (claim_a_petabyte, r"a part of \[140737488355328\] has only \d+ bytes"),
-        (swap_two_layers, "where the table of contents says"),
+        (take_for_another, "where the table of contents says"),
     ],
 )
 def test_damage_is_named(

@@ -7,11 +7,12 @@ torch's own writer asks for a whole state dict, and keeps the last piece of ever
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from triweave.checkpoint.durable import sync
+from triweave.checkpoint.durable import FileRecord, HashedFile
+from triweave.checkpoint.writer import CONTENTS_FILE
 
-CONTENTS_FILE = ".metadata"
 _FORMAT_VERSION = "1.0.0"
 
 
@@ -40,25 +41,39 @@ class _Announced:
 
 
 class ArchiveWriter:
-    """Fills a folder with a checkpoint that torch's loader reads.
+    """Fills a folder with a checkpoint that torch's loader reads. A context manager; leaving it closes the files.
 
     Args:
-        folder: an empty folder.
+        create: makes a new file of the folder by its name, durable when its block ends.
         shapes: every tensor by name.
         dtype: of all of them.
         max_file_bytes: a file that has reached this size is followed by another.
     """
 
     def __init__(
-        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_file_bytes: int
+        self,
+        create: Callable[[str], AbstractContextManager[HashedFile]],
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        max_file_bytes: int,
     ) -> None:
-        self._folder, self._dtype, self._max_file_bytes = folder, dtype, max_file_bytes
+        self._create, self._dtype, self._max_file_bytes = create, dtype, max_file_bytes
         self._announced = {name: _Announced(shape) for name, shape in shapes.items()}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
         self._objects: list[str] = []
         self._zeros: dict[tuple[int, ...], _StorageInfo] = {}
-        self._files: list[Path] = []
-        self._stream: Any = None
+        self._stack = ExitStack()
+        self._file: tuple[str, HashedFile] | None = None
+        self.records: dict[str, FileRecord] = {}
+        """Size and hash of every file, once it is complete."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def write(self, name: str, offsets: Sequence[int], values: Tensor) -> None:
         """Store one piece of a tensor, converted to the checkpoint's type.
@@ -83,34 +98,26 @@ class ArchiveWriter:
         self._places[MetadataIndex(name)] = self._save(value)
 
     def finish(self) -> None:
-        """Write the table of contents and wait until everything is on the disk.
+        """Write the table of contents.
 
         Raises:
             ValueError: a tensor is not complete.
             OSError: the disk refuses.
         """
-        self.close()
+        self._end_file()
         short = [name for name, tensor in self._announced.items() if tensor.elements != prod(tensor.shape)]
         if short:
             raise ValueError(f"{len(short)} tensors of the checkpoint are not complete: {short[0]} first")
+        properties = TensorProperties(dtype=self._dtype)
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=self._dtype), torch.Size(tensor.shape), chunks=tensor.chunks
-            )
+            name: TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks=tensor.chunks)
             for name, tensor in self._announced.items()
         }
         entries |= {name: BytesStorageMetadata() for name in self._objects}
-        metadata = Metadata(entries, storage_data=self._places, storage_meta=StorageMeta(), version=_FORMAT_VERSION)
-        contents = self._folder / CONTENTS_FILE
-        contents.write_bytes(pickle.dumps(metadata))
-        for path in (*self._files, contents, self._folder):
-            sync(path)
-
-    def close(self) -> None:
-        """Close the file that is being written."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        contents = Metadata(entries, storage_data=self._places, storage_meta=StorageMeta(), version=_FORMAT_VERSION)
+        with self._create(CONTENTS_FILE) as file:
+            pickle.dump(contents, file)
+            self.records[CONTENTS_FILE] = file.finish()
 
     def _add(self, name: str, offsets: Sequence[int], sizes: tuple[int, ...], place: _StorageInfo) -> None:
         tensor = self._announced[name]
@@ -120,11 +127,20 @@ class ArchiveWriter:
         tensor.elements += prod(sizes)
 
     def _save(self, value: object) -> _StorageInfo:
-        if self._stream is None or self._stream.tell() >= self._max_file_bytes:
-            self.close()
+        if self._file is not None and self._file[1].tell() >= self._max_file_bytes:
+            self._end_file()
+        if self._file is None:
             # torch's own name for file n of rank 0.
-            self._files.append(self._folder / f"__0_{len(self._files)}.distcp")
-            self._stream = self._files[-1].open("xb")
-        begin = self._stream.tell()
-        torch.save(value, self._stream)
-        return _StorageInfo(self._files[-1].name, begin, self._stream.tell() - begin)
+            name = f"__0_{len(self.records)}.distcp"
+            self._file = name, self._stack.enter_context(self._create(name))
+        name, file = self._file
+        begin = file.tell()
+        torch.save(value, file)
+        return _StorageInfo(name, begin, file.tell() - begin)
+
+    def _end_file(self) -> None:
+        if self._file is not None:
+            name, file = self._file
+            self.records[name] = file.finish()
+            self._file = None
+        self._stack.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,27 +13,54 @@ import torch
 from torch import Tensor
 
 from triweave.checkpoint.archive_write import ArchiveWriter
-from triweave.checkpoint.staged_folder import staged_folder
+from triweave.checkpoint.hugging_face_write import write_texts
+from triweave.checkpoint.local_store import LocalStore
+from triweave.checkpoint.manifest import Manifest
+from triweave.conversion.kinds import MODEL_FOLDER
+from triweave.conversion.origin import Model
 from triweave.conversion.targets import Target
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec, TensorSpec
 from triweave.parameters import stage_parameters
-from triweave.training.checkpoints import KINDS, PROGRESS_FILE, RunProgress
+from triweave.training.checkpoints import KINDS, PROGRESS_FILE, RANDOM_FILE, RunProgress
 
 COLUMN_TILES = 8
 """Tiles of a band of a row-parallel weight, so that each of 2, 4 or 8 tensor-parallel ranks reads its own alone."""
 
 
 @contextmanager
-def checkpoint_target(folder: Path, spec: ModelSpec, max_file_bytes: int) -> Iterator[Target]:
-    """A checkpoint that a run of any layout resumes, at step 0."""
+def checkpoint_target(folder: Path, model: Model, stored: torch.dtype, max_file_bytes: int) -> Iterator[Target]:
+    """A checkpoint that a run of any layout resumes, at step 0.
+
+    Args:
+        folder: destination; replaced if it is there.
+        model: what goes along in a folder of its own, for the way back.
+        stored: how the weights were stored where they come from, for that folder's config.json.
+        max_file_bytes: of a file of tensors.
+    """
+    spec = model.spec
     shapes = {f"{kind}.{tensor.name}": tensor.shape for kind in KINDS for tensor in spec.tensors()}
-    with staged_folder(folder) as partial:
-        with closing(ArchiveWriter(partial, shapes, torch.float32, max_file_bytes)) as archive:
+    progress = RunProgress(step=0, seed=0, global_batch=0, data="", layout="converted", updates=0)
+    # No rank's generators: the run draws its own, as at any beginning.
+    documents = {PROGRESS_FILE: json.dumps(asdict(progress), indent=2) + "\n", RANDOM_FILE: "[]"}
+    store = LocalStore(folder.parent)
+    working = store.begin(folder.name)
+    try:
+        with ArchiveWriter(lambda name: store.create(working, name), shapes, torch.float32, max_file_bytes) as archive:
             yield _CheckpointTarget(archive, spec)
             archive.finish()
-        progress = RunProgress(step=0, seed=0, global_batch=0, data="", layout="converted")
-        (partial / PROGRESS_FILE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
+        files = dict(archive.records)
+        for name, text in documents.items():
+            with store.create(working, name) as file:
+                file.write(text.encode())
+                files[name] = file.finish()
+        texts = store.root / working / MODEL_FOLDER
+        texts.mkdir()
+        write_texts(texts, model.folder, stored, tokenizer=model.tokenizer, chat_template=model.chat_template)
+        store.commit(working, folder.name, Manifest(uuid.uuid4().hex, files).to_bytes())
+    except BaseException:
+        store.delete(working)
+        raise
 
 
 class _CheckpointTarget:

@@ -69,17 +69,17 @@ def convert(request: Request, progress: Progress) -> Converted:
     found = recognise(request.source, "SRC")
     kind = target_kind(found, request.target, request.to)
     check_target(found, request.target, force=request.force)
+    begin = time.monotonic()
     with _told_as_source():
         model = model_of(found, request.model)
         source = _open(found, model)
-    begin = time.monotonic()
     with closing(source):
         name = _dtype(request.dtype, kind, found, model, source)
         dtype = DTYPES[name]
         target_path = request.target.resolve()
         check_destination(target_path, model.spec.num_parameters * dtype.itemsize, replace=True)
         try:
-            with _target(kind, request, target_path, model, dtype) as target:
+            with _target(kind, request, target_path, model, dtype, source) as target:
                 carried = _carry(model, source, target, dtype, progress)
         except OSError as error:
             raise RunFailed(f"cannot write {request.target}: {error.strerror}") from None
@@ -149,13 +149,14 @@ def _open(found: Found, model: Model) -> Source:
 
 
 def _target(
-    kind: Kind, request: Request, folder: Path, model: Model, dtype: torch.dtype
+    kind: Kind, request: Request, folder: Path, model: Model, dtype: torch.dtype, source: Source
 ) -> AbstractContextManager[Target]:
     if kind == "hf":
         return hugging_face_target(folder, model, dtype, request.max_shard_bytes, replace=request.force)
     if kind == "megatron":
         return megatron_target(folder, model, dtype, request.max_shard_bytes)
-    return checkpoint_target(folder, model.spec, request.max_shard_bytes)
+    # Its config.json goes on saying how the weights were stored, so that they come back so.
+    return checkpoint_target(folder, model, DTYPES[_stored(source)], request.max_shard_bytes)
 
 
 def _dtype(asked: str | None, kind: Kind, found: Found, model: Model, source: Source) -> str:
@@ -176,10 +177,13 @@ def _dtype(asked: str | None, kind: Kind, found: Found, model: Model, source: So
         config = read_hf_config(model.folder)
         named = config.get("dtype") or config.get("torch_dtype")
         return named if named in DTYPES else "float32"
+    return _stored(source)
+
+
+def _stored(source: Source) -> str:
+    """The type of all tensors; float32, which holds every other, where they differ."""
     stored = set(source.dtypes.values())
-    if len(stored) == 1:
-        return next((name for name, dtype in DTYPES.items() if dtype in stored), "float32")
-    return "float32"
+    return next((name for name, dtype in DTYPES.items() if stored == {dtype}), "float32")
 
 
 def _was_rounded(rows: Tensor, written: Tensor) -> bool:

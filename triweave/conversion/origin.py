@@ -9,8 +9,7 @@ from triweave.config.load import load_run
 from triweave.conversion.kinds import MODEL_FOLDER, Found
 from triweave.errors import InputError, Problem
 from triweave.model_spec import ModelSpec, spec_from_folder
-
-RUN_FILE = "run.yaml"
+from triweave.training.checkpoints import RUN_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,8 @@ class Model:
 def model_of(source: Found, named: Path | None) -> Model:
     """The model of a source: `--model`, or what stands beside it.
 
-    A Hugging Face folder is its own. Beside a checkpoint of a run lies the run file; in a Megatron checkpoint that was
-    written here, a folder with config.json.
+    A Hugging Face folder is its own. In a checkpoint of a run lies the run file; in one that was converted, a folder
+    with config.json.
 
     Raises:
         InputError: it cannot be found, or is none that this code computes.
@@ -42,9 +41,8 @@ def model_of(source: Found, named: Path | None) -> Model:
     for folder in (source.root / MODEL_FOLDER, source.folder.parent / MODEL_FOLDER):
         if folder.is_dir():
             return Model(spec_from_folder(folder), folder)
-    run_file = source.folder.resolve().parent.parent / RUN_FILE
-    if source.kind == "triweave" and run_file.is_file():
-        return _of_run(run_file)
+    if source.kind == "triweave" and (source.folder / RUN_FILE).is_file():
+        return _of_run(source.folder / RUN_FILE)
     rule = f"is needed: {source.root} does not say which model it is; give the folder of its config.json"
     raise InputError(Problem("--model", None, rule))
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from triweave.checkpoint.archive_read import ArchiveReader
 from triweave.checkpoint.file_bytes import read_into
+from triweave.checkpoint.manifest import check_file, check_sizes, read_manifest
+from triweave.checkpoint.places import locate
+from triweave.checkpoint.store import DamagedCheckpoint
 from triweave.conversion.megatron_names import EMBEDDING, HEAD, place_of
 from triweave.errors import InputError, Problem
 from triweave.model_spec import ModelSpec, TensorSpec
@@ -89,6 +92,7 @@ class CheckpointSource:
     PREFIX = "weight."
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        _check_manifest(folder)
         self._archive = ArchiveReader(folder)
         found = self._archive.tensors
         wanted = {f"{self.PREFIX}{tensor.name}": tensor.shape for tensor in spec.tensors()}
@@ -159,6 +163,18 @@ class MegatronSource:
     def close(self) -> None:
         """Close every file."""
         self._archive.close()
+
+
+def _check_manifest(folder: Path) -> None:
+    """Read every file and compare it with the manifest: files of equal size may have changed places, too."""
+    store, name = locate(folder)
+    try:
+        manifest = read_manifest(store, name)
+        check_sizes(store, name, manifest)
+        for file, record in manifest.files.items():
+            check_file(store, name, file, record)
+    except DamagedCheckpoint as damage:
+        raise InputError(Problem("SRC", folder, f"is a damaged checkpoint ({damage})")) from None
 
 
 def _check_shapes(folder: Path, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from triweave.checkpoint.archive_write import ArchiveWriter
+from triweave.checkpoint.durable import new_file
 from triweave.checkpoint.hugging_face_write import HuggingFaceWriter, write_texts
 from triweave.checkpoint.staged_folder import staged_folder
 from triweave.conversion.kinds import (
@@ -70,7 +71,7 @@ def megatron_target(folder: Path, model: Model, dtype: torch.dtype, max_file_byt
         write_texts(texts, model.folder, dtype, tokenizer=model.tokenizer, chat_template=model.chat_template)
         places = (place_of(spec, tensor) for tensor in spec.tensors())
         shapes = {place.key: place.shape for place in places}
-        with closing(ArchiveWriter(release, shapes, dtype, max_file_bytes)) as archive:
+        with ArchiveWriter(lambda name: new_file(release / name), shapes, dtype, max_file_bytes) as archive:
             for name in extra_state_names(spec):
                 archive.write_object(name, [None])
             yield _MegatronTarget(archive, spec)
