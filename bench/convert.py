@@ -6,8 +6,9 @@ A Hugging Face folder with the real shapes of Llama-3-70B (8192 hidden, 28672 fe
 bfloat16) is drawn, then converted, each way in a process of its own: to a checkpoint of triweave and back, to
 Megatron-Core and back. Peak memory is the process's largest resident set (`ru_maxrss`, torch and Python included). GB/s
 are the bytes of stored weights that were read, over the time from the first look at the source to the flushed disk.
-The folders that came back are compared with the first byte by byte. That memory does not depend on the number of layers
-is what several numbers after `--layers` show.
+CPU seconds are of all threads, and say more than the clock on a busy machine. The folders that came back are compared
+with the first byte by byte. That memory does not depend on the number of layers is what several numbers after
+`--layers` show.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ def measure(words: list[str], cwd: Path) -> dict[str, Any]:
         "import sys, resource, json\n"
         "from triweave.cli import main\n"
         "try: main(sys.argv[1:])\n"
-        "finally: print(json.dumps({'peak_bytes': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))\n"
+        "finally:\n"
+        "    used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "    cpu_s = used.ru_utime + used.ru_stime\n"
+        "    print(json.dumps({'peak_bytes': used.ru_maxrss * 1024, 'cpu_s': cpu_s}))\n"
     )
     command = [sys.executable, "-c", code, "convert", *words, "--json"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
@@ -115,8 +119,8 @@ def main() -> int:
     lines = [
         f"torch {torch.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores",
         "",
-        "| layers of 80 | weights, GB | way | peak memory, GiB | seconds | GB/s read | bit for bit |",
-        "|---|---|---|---|---|---|---|",
+        "| layers of 80 | weights, GB | way | peak memory, GiB | seconds | CPU seconds | GB/s | bit for bit |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     good = True
     for layers in arguments.layers:
@@ -135,7 +139,7 @@ def main() -> int:
                 speed = told["read_bytes"] / 1e9 / told["seconds"]
                 lines.append(
                     f"| {layers} | {2 * parameters / 1e9:.1f} | {way} | {told['peak_bytes'] / 2**30:.2f} |"
-                    f" {told['seconds']:.0f} | {speed:.2f} | {same} |"
+                    f" {told['seconds']:.0f} | {told['cpu_s']:.0f} | {speed:.2f} | {same} |"
                 )
                 print(lines[-1], file=sys.stderr, flush=True)
         finally:
