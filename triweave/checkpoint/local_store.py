@@ -38,13 +38,13 @@ class LocalStore:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Sizes of the plain files; links and the like are not seen, and so count as missing."""
-        with os.scandir(self.root / folder) as entries:
+        with os.scandir(self._real(folder)) as entries:
             plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
             return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in plain}
 
     def open(self, folder: str, name: str, *, fresh: bool = False) -> BinaryIO:
         """A plain file; a link is refused, and a pipe is not waited for."""
-        path = self.root / folder / plain_name(name)
+        path = self._real(folder) / plain_name(name)
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -56,6 +56,11 @@ class LocalStore:
         except BaseException:
             os.close(handle)
             raise
+
+    def _real(self, folder: str) -> Path:
+        if (self.root / folder).is_symlink():
+            raise OSError(errno.ELOOP, "a link, not a folder", str(self.root / folder))
+        return self.root / folder
 
     def create(self, folder: str, name: str) -> AbstractContextManager[HashedFile]:
         """A file that no other save has written to."""
@@ -88,12 +93,13 @@ class LocalStore:
             shutil.rmtree(self.root / former)
 
     def delete(self, folder: str) -> None:
-        """Under another name first: nobody finds half a checkpoint."""
-        gone = _aside(folder.strip("."), "deleted")
-        try:
-            (self.root / folder).rename(self.root / gone)
-        except FileNotFoundError:
+        """Under another name first: nobody finds half a checkpoint. A working folder nobody looks for."""
+        if not (self.root / folder).exists():
             return
+        gone = folder
+        if _LEFT_OVER.fullmatch(folder) is None:
+            gone = _aside(folder, "deleted")
+            (self.root / folder).rename(self.root / gone)
         shutil.rmtree(self.root / gone)
 
     def sweep(self) -> None:
@@ -115,7 +121,8 @@ class LocalStore:
 
     def give_hint(self, name: str) -> None:
         """Replace `latest` in one step."""
-        partial = self.root / f".{HINT_FILE}.{uuid.uuid4().hex[:12]}"
+        partial = self.root / f".{HINT_FILE}.partial"
+        partial.unlink(missing_ok=True)
         with new_file(partial) as file:
             file.write(f"{name}\n".encode())
         partial.replace(self.root / HINT_FILE)

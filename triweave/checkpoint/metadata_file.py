@@ -68,7 +68,7 @@ class CheckpointReader(StorageReader):
             try:
                 sizes = self._store.sizes(self._folder)
                 # 530 bytes a tensor and rank were measured, a small model's come to 0.03 % of its data.
-                limit = 4 * 2**20 + min(sum(sizes.values()) // 100, 2**28)
+                limit = 2 * 2**20 + min(sum(sizes.values()) // 100, 2**28)
                 content = read_bytes(self._store, self._folder, CONTENTS_FILE, limit)
                 contents = _Unpickler(io.BytesIO(content)).load()
             # Damaged bytes may ask the unpickler for anything, and so raise anything.

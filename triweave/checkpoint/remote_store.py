@@ -56,7 +56,8 @@ class RemoteStore:
     @contextmanager
     def create(self, folder: str, name: str) -> Iterator[HashedFile]:
         """An object; it is there when the block ends, and not at all if the block fails."""
-        target = self._fs.open(self._path(folder, plain_name(name)), "wb", autocommit=False)
+        path = self._path(folder, plain_name(name))
+        target = self._fs.open(path, "wb", autocommit=False)
         file = HashedFile(lambda view: int(target.write(bytes(view)) or view.nbytes))
         try:
             yield file
@@ -66,6 +67,9 @@ class RemoteStore:
         except BaseException:
             with suppress(Exception):
                 target.discard()
+            # Not every file system waits for `commit`.
+            with suppress(Exception):
+                self._fs.rm_file(path)
             raise
         finally:
             file.abandon()

@@ -138,7 +138,11 @@ def read_progress(checkpoint: str | Path) -> RunProgress:
     """
     try:
         values = json.loads(read_bytes(*locate(checkpoint), PROGRESS_FILE, _PROGRESS_LIMIT_BYTES))
-        return RunProgress(**values)
+        progress = RunProgress(**values)
+        counts = (progress.step, progress.seed, progress.global_batch, progress.updates or 0)
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError("no counts")
+        return progress
     except (DamagedCheckpoint, ValueError, TypeError, RecursionError):
         rule = f"is no checkpoint: it has no readable {PROGRESS_FILE}"
         raise InputError(Problem("resume", checkpoint, rule)) from None
