@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from triweave.data.tokenize import trained_tokens
 from triweave.data.tokenizer import TextTokenizer, load_tokenizer
 from triweave.errors import InputError
 
+LIMITS = resource.getrlimit(resource.RLIMIT_AS)
 TALK = Conversation(
     (
         Message("user", "  What is the capital of Japan? "),
@@ -231,13 +233,27 @@ def test_templates_own_refusal_is_passed_on(tokenizer: TextTokenizer) -> None:
         ("{{ strftime_now.__self__.__class__.__mro__ }}", "undefined|unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ namespace(__class__=1) }}", "underscore"),
-        ("{{ _budget._spend() }}", "unsafe"),
+        ("{{ _budget._spend() }}", "undefined"),
         ("{% include '/etc/hostname' %}", "no loader"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", f"{MAX_STEPS:,} steps"),
         ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "steps"),
         ("{% set _budget = 1 %}{% for i in range(99999) %}{% for j in range(9) %}{% endfor %}{% endfor %}", "steps"),
         ("{{ 'a' * 10**10 }}", "more than"),
         ("{{ 10 ** 9999999999 }}", "more than"),
+        ("{% set n = namespace(v=3) %}{% for i in range(99) %}{% set n.v = n.v * n.v %}{% endfor %}", "4096 bits"),
+        ("{{ 'a' | center(10 ** 10) }}", "MiB of memory"),
+        ("{{ 'a'.center(10 ** 10) }}", "MiB of memory"),
+        ("{{ '%010000000000d' % 1 }}", "MiB of memory"),
+        ("{{ '{:10000000000}'.format(1) }}", "MiB of memory"),
+        (
+            "{% set n = namespace(v='a') %}{% for i in range(60) %}{% set n.v = n.v ~ n.v %}{% endfor %}",
+            "MiB of memory",
+        ),
+        (
+            "{% set n = namespace(v=[1]) %}{% for i in range(60) %}{% set n.v = n.v + n.v %}{% endfor %}",
+            "MiB of memory",
+        ),
+        ("{% set a = 'a' * 9999999 %}" + "{% set b = a | replace('a', 'bb') | length %}" * 999, "takes more than"),
         ("{% for i in range(999) %}{{ 'a' * 99999 }}{% endfor %}", "renders more than"),
     ],
 )
@@ -246,7 +262,8 @@ def test_hostile_template_comes_to_nothing(tokenizer: TextTokenizer, source: str
     began = time.perf_counter()
     with pytest.raises(CannotRender, match=message):
         render(make_chat_template(source, tokenizer, "x"), TALK, "all")
-    assert time.perf_counter() - began < 20
+    assert time.perf_counter() - began < 60  # 10 s and what a busy machine adds
+    assert resource.getrlimit(resource.RLIMIT_AS) == LIMITS
 
 
 def test_marks_of_blocks_cannot_be_smuggled_in(tokenizer: TextTokenizer) -> None:

@@ -268,7 +268,7 @@ class TestRefused:
         [
             (None, "has no config.json"),
             ("{", "is not JSON"),
-            ("[1]", "must hold a JSON object"),
+            ("[1]", "that is not a JSON object"),
             ("\xff", "is not JSON"),
         ],
     )

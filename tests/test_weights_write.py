@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tiny_models import STYLES, tiny_llama, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from triweave.checkpoint import hugging_face_write
+from triweave.checkpoint import staged_folder
 from triweave.checkpoint.hugging_face_read import WeightReader
 from triweave.checkpoint.hugging_face_write import HuggingFaceWriter, plan_shards
 from triweave.checkpoint.safetensors_file import SafetensorsFile
@@ -262,8 +262,8 @@ def test_every_file_is_on_the_disk_before_the_rename(
 ) -> None:
     """All files and their folder are flushed first, then comes the name, then the parent folder is flushed."""
     events: list[str] = []
-    sync, rename = hugging_face_write._sync, Path.rename
-    monkeypatch.setattr(hugging_face_write, "_sync", lambda path: (events.append(path.name), sync(path)))
+    sync, rename = staged_folder.sync, Path.rename
+    monkeypatch.setattr(staged_folder, "sync", lambda path: (events.append(path.name), sync(path)))
     monkeypatch.setattr(Path, "rename", lambda path, to: (events.append("rename"), rename(path, to))[1])
     exported = export(source, tmp_path / "out", torch.float32, max_shard_bytes=100_000)
     renamed = events.index("rename")

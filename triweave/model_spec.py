@@ -5,7 +5,6 @@ Fields carry Hugging Face's own names. Nothing here imports torch.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from triweave.errors import InputError, Problem
+from triweave.json_file import read_json_object
 
 ARCHITECTURES: dict[str, dict[str, int]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
@@ -20,6 +20,18 @@ ARCHITECTURES: dict[str, dict[str, int]] = {
     "Qwen2ForCausalLM": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
 }
 """What this code computes, and what transformers takes for the keys that a config leaves out."""
+
+MAX_SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**14,
+}
+"""A hundred times the largest model there is: beyond, a config.json is a mistake, or made to keep its reader busy."""
+MAX_SIZE = 2**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +165,11 @@ def spec_from_hf_config(config: Mapping[str, Any], where: str = "config.json") -
     read = _Reader(ARCHITECTURES.get(architecture, {}) | dict(config), where, problems)
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         read.refuse("hidden_act", "must be silu: the MLP is SwiGLU", "silu")
+    if config.get("auto_map"):
+        rule = (
+            "names code of the model's own, which is never run here: what it computes may differ from the architecture"
+        )
+        read.refuse("auto_map", rule, "a folder without it")
     for key in ("mlp_bias", "use_sliding_window"):
         if config.get(key):
             read.refuse(key, "is not supported", "false")
@@ -212,9 +229,10 @@ class _Reader:
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = default if self.values.get(key) is None else self.values[key]
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_SIZES.get(key, MAX_SIZE):
             return value
-        self.refuse(key, "must be a positive whole number")
+        limit = f" of at most {MAX_SIZES[key]:,}" if key in MAX_SIZES else ""
+        self.refuse(key, f"must be a positive whole number{limit}")
         return 1
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -265,20 +283,14 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """The parsed `config.json` of a Hugging Face model folder.
 
     Raises:
-        InputError: no such folder or file, or it is not JSON.
+        InputError: no such folder or file, or it is too large or not JSON.
     """
     path = folder / "config.json"
     if not folder.is_dir():
         raise InputError(Problem("model.path", folder, "is not a folder"))
     if not path.is_file():
         raise InputError(Problem("model.path", folder, "has no config.json"))
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(Problem("model.path", path, f"is not JSON ({error})")) from None
-    if not isinstance(config, dict):
-        raise InputError(Problem("model.path", path, "must hold a JSON object"))
-    return config
+    return read_json_object(path, "model.path")
 
 
 def spec_from_folder(folder: Path) -> ModelSpec:

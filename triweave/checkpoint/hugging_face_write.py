@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +14,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from triweave.checkpoint.durable import sync as _sync
 from triweave.checkpoint.safetensors_file import SafetensorsFile
+from triweave.checkpoint.staged_folder import staged_folder
 from triweave.errors import InputError, Problem, RunFailed
 from triweave.model_spec import ModelSpec, TensorSpec, read_hf_config
 from triweave.weights_index import INDEX_FILE, SINGLE_FILE
@@ -124,16 +124,13 @@ class HuggingFaceWriter:
         replace: bool = False,
     ) -> None:
         self._folder = folder.resolve()
-        self._source = source
-        self._tokenizer = tokenizer or source
-        self._chat_template = chat_template
+        self._texts = source, tokenizer, chat_template
         self._dtype = dtype
-        self._config = _config_with_dtype(source, dtype)
         self._shards = plan_shards(spec.tensors(), dtype.itemsize, max_shard_bytes)
-        self._partial = self._folder.with_name(f".{self._folder.name}.partial-{secrets.token_hex(4)}")
         self._file_of: dict[str, SafetensorsFile] = {}
-        _check_destination(self._folder, replace)
-        _check_disk(self._folder, spec.num_parameters * dtype.itemsize)
+        self._stack = ExitStack()
+        read_hf_config(source)
+        check_destination(self._folder, spec.num_parameters * dtype.itemsize, replace=replace)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one whole tensor, from any device and of any floating type.
@@ -142,62 +139,92 @@ class HuggingFaceWriter:
             ValueError: the model has no such tensor, the shape is another, or it was written before.
             RunFailed: the disk refused.
         """
-        if name not in self._file_of:
-            raise ValueError(f"{name} is no tensor of the exported model")
+        file = self._file(name)
         try:
-            self._file_of[name].write(name, tensor)
+            file.write(name, tensor)
         except OSError as error:
-            raise RunFailed(f"cannot write {name} to {self._partial}: {error.strerror}") from error
+            raise RunFailed(f"cannot write {name} to {file.path.parent}: {error.strerror}") from error
+
+    def write_rows(self, name: str, rows: Tensor) -> None:
+        """Write the next rows of a tensor, which come in their order.
+
+        Raises:
+            ValueError: the model has no such tensor, or these are no more of its rows.
+            RunFailed: the disk refused.
+        """
+        file = self._file(name)
+        try:
+            file.write_rows(name, rows)
+        except OSError as error:
+            raise RunFailed(f"cannot write {name} to {file.path.parent}: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         try:
-            self._partial.mkdir(parents=True)
-            self._write_texts()
-            for shard in self._shards:
-                file = SafetensorsFile(self._partial / shard.file, shard.tensors, self._dtype)
-                self._file_of.update((tensor.name, file) for tensor in shard.tensors)
+            partial = self._stack.enter_context(staged_folder(self._folder))
+            try:
+                self._start(partial)
+            except BaseException as error:
+                self._stack.__exit__(type(error), error, error.__traceback__)
+                raise
         except OSError as error:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            raise RunFailed(f"cannot start the export in {self._partial}: {error.strerror}") from error
+            raise RunFailed(f"cannot start the export {self._folder}: {error.strerror}") from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
         try:
-            if error is None:
-                self._publish()
-        finally:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            with self._stack:
+                missing = [name for name, file in self._file_of.items() if name in file.missing]
+                if missing:
+                    first = missing[0]
+                    raise ValueError(f"{len(missing)} tensors of the exported model were never written: {first} first")
+        except OSError as refused:
+            raise RunFailed(f"cannot finish the export {self._folder}: {refused.strerror}") from refused
 
-    def _publish(self) -> None:
-        missing = [name for name, file in self._file_of.items() if name in file.missing]
-        if missing:
-            raise ValueError(f"{len(missing)} tensors of the exported model were never written: {missing[0]} first")
-        aside = self._folder.with_name(f".{self._folder.name}.replaced-{secrets.token_hex(4)}")
-        try:
-            for path in (*self._partial.iterdir(), self._partial):
-                _sync(path)
-            if self._folder.exists():
-                self._folder.rename(aside)
-            self._partial.rename(self._folder)
-            _sync(self._folder.parent)
-        except OSError as error:
-            raise RunFailed(f"cannot finish the export {self._folder}: {error.strerror}") from error
-        shutil.rmtree(aside, ignore_errors=True)
-
-    def _write_texts(self) -> None:
-        (self._partial / "config.json").write_text(self._config, encoding="utf-8")
+    def _start(self, partial: Path) -> None:
+        source, tokenizer, chat_template = self._texts
+        write_texts(partial, source, self._dtype, tokenizer=tokenizer, chat_template=chat_template)
         if len(self._shards) > 1:
-            (self._partial / INDEX_FILE).write_text(index_json(self._shards, self._dtype.itemsize), encoding="utf-8")
-        origins = [self._source / "generation_config.json"]
-        origins += [self._tokenizer / name for name in TOKENIZER_FILES]
-        origins += [path for pattern in _COPIED_TERMS for path in self._source.glob(pattern)]
-        for origin in origins:
-            if origin.is_file():
-                shutil.copyfile(origin, self._partial / origin.name)
-        if self._chat_template is not None:
-            (self._partial / CHAT_TEMPLATE_FILE).write_text(self._chat_template, encoding="utf-8")
+            (partial / INDEX_FILE).write_text(index_json(self._shards, self._dtype.itemsize), encoding="utf-8")
+        for shard in self._shards:
+            file = SafetensorsFile(partial / shard.file, shard.tensors, self._dtype)
+            self._file_of.update((tensor.name, file) for tensor in shard.tensors)
+
+    def _file(self, name: str) -> SafetensorsFile:
+        if name not in self._file_of:
+            raise ValueError(f"{name} is no tensor of the exported model")
+        return self._file_of[name]
+
+
+def write_texts(
+    folder: Path, source: Path, dtype: torch.dtype, *, tokenizer: Path | None = None, chat_template: str | None = None
+) -> None:
+    """Write what a Hugging Face folder has beside its weights: config, tokenizer, template, licence.
+
+    Args:
+        folder: where to.
+        source: folder that they come from.
+        dtype: what config.json shall say of the weights.
+        tokenizer: folder of the tokenizer's files; None is `source`.
+        chat_template: written as `chat_template.jinja`; None keeps the tokenizer's own.
+
+    Raises:
+        InputError: `source` has no readable config.json.
+        OSError: the disk refuses.
+    """
+    (folder / "config.json").write_text(_config_with_dtype(source, dtype), encoding="utf-8")
+    origins = [source / "generation_config.json"]
+    origins += [(tokenizer or source) / name for name in TOKENIZER_FILES]
+    origins += [path for pattern in _COPIED_TERMS for path in source.glob(pattern)]
+    for origin in origins:
+        if origin.is_file():
+            shutil.copyfile(origin, folder / origin.name)
+    if chat_template is not None:
+        (folder / CHAT_TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
 
 
 def _config_with_dtype(source: Path, dtype: torch.dtype) -> str:
@@ -208,17 +235,20 @@ def _config_with_dtype(source: Path, dtype: torch.dtype) -> str:
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
-def _check_destination(folder: Path, replace: bool) -> None:
+def check_destination(folder: Path, needed_bytes: int, *, replace: bool) -> None:
+    """Refuse to write a model over something, or onto a disk that has no room for it.
+
+    Raises:
+        InputError: `folder` is a file, or holds something and may not be replaced, or its disk is too full.
+    """
     if folder.exists() and not folder.is_dir():
         raise InputError(Problem("export folder", folder, "is a file"))
     if not replace and folder.is_dir() and any(folder.iterdir()):
         raise InputError(
             Problem("export folder", folder, "is not empty; name a new folder, or ask for it to be replaced")
         )
-
-
-def _check_disk(folder: Path, needed: int) -> None:
     nearest_existing = next(parent for parent in folder.parents if parent.is_dir())
     free = shutil.disk_usage(nearest_existing).free
-    if free < needed:
-        raise InputError(Problem("export folder", folder, f"has {free} bytes free and the weights take {needed}"))
+    if free < needed_bytes:
+        rule = f"has {free} bytes free and the weights take {needed_bytes}"
+        raise InputError(Problem("export folder", folder, rule))

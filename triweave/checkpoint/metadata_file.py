@@ -31,12 +31,16 @@ from triweave.checkpoint.writer import CONTENTS_FILE
 from triweave.errors import InputError, Problem
 
 _CONTENTS = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
 _ALLOWED = {
     ("pathlib", "PosixPath"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    # Megatron-Core keeps the plans of its ranks there too.
+    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
     *((_CONTENTS, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
+    (_CONTENTS, "BytesStorageMetadata"),
     *((_CONTENTS, name) for name in ("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
 }
 """The classes that the table of contents of a checkpoint of tensors is made of."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from triweave.checkpoint.file_bytes import bytes_of
 from triweave.model_spec import TensorSpec
 
 _FORMAT_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -36,7 +37,7 @@ class SafetensorsFile:
         self._dtype = dtype
         self._shapes = {tensor.name: tensor.shape for tensor in tensors}
         self._begins: dict[str, int] = {}
-        self._missing = set(self._shapes)
+        self._rows = dict.fromkeys(self._shapes, 0)
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for tensor in sorted(tensors, key=lambda tensor: tensor.name):
@@ -58,20 +59,33 @@ class SafetensorsFile:
     @property
     def missing(self) -> frozenset[str]:
         """Names of the tensors not written yet."""
-        return frozenset(self._missing)
+        return frozenset(name for name, rows in self._rows.items() if rows < self._shapes[name][0])
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put `tensor` in its place, converted to the file's type.
+        """Put a whole tensor in its place, converted to the file's type.
 
         Raises:
             ValueError: not a tensor of this file, or of another shape, or written before.
         """
-        if name not in self._missing:
-            raise ValueError(f"{name} was {'written before' if name in self._shapes else 'not announced'}")
-        if tuple(tensor.shape) != self._shapes[name]:
+        if name in self._shapes and tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name} is {list(tensor.shape)} and was announced as {list(self._shapes[name])}")
-        stored = tensor.detach().to("cpu", self._dtype).contiguous()
+        self.write_rows(name, tensor)
+
+    def write_rows(self, name: str, rows: Tensor) -> None:
+        """Put the next rows of a tensor in their place, converted to the file's type.
+
+        Raises:
+            ValueError: not a tensor of this file, or rows of another length, or more of them than it has.
+        """
+        if name not in self._shapes:
+            raise ValueError(f"{name} was not announced")
+        shape, done = self._shapes[name], self._rows[name]
+        if done == shape[0]:
+            raise ValueError(f"{name} was written before")
+        if tuple(rows.shape[1:]) != shape[1:] or done + len(rows) > shape[0]:
+            raise ValueError(f"{name} gets {list(rows.shape)} after {done} rows and was announced as {list(shape)}")
+        stored = rows.detach().to("cpu", self._dtype).contiguous()
         with self.path.open("r+b") as file:
-            file.seek(self._data + self._begins[name])
-            file.write(stored.flatten().view(torch.uint8).numpy().data)
-        self._missing.remove(name)
+            file.seek(self._data + self._begins[name] + done * stored[:1].nbytes)
+            file.write(bytes_of(stored))
+        self._rows[name] += len(rows)

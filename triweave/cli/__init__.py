@@ -21,6 +21,7 @@ VERBS = {
     "probe": "Measure this machine, so that `plan` and `predict` speak of it.",
     "report": "One HTML page of a run: plan against measurement, the pipeline in time, loss, memory, throughput.",
     "predict": "Predict runs that somebody else measured: step time, tokens per second and memory.",
+    "convert": "Convert weights: Hugging Face folder, checkpoint of any layout, Megatron-Core's torch_dist.",
     "data": "Show what a run file's data becomes: counts, lengths, and which tokens are trained.",
     "schema": "Print the JSON schema of run files, for editors.",
 }

@@ -6,6 +6,7 @@ A record is a JSON object. A `.txt` file is one record, `{"text": ...}`: one fil
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,12 @@ EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
 
 MAX_TEXT_BYTES = 16 * 2**20
 """Largest .txt file. Tokenising one takes up to 200 times its size in memory (measured with tokenizers 0.23)."""
+
+MAX_LINE_BYTES = 64 * 2**20
+"""Largest line of a .jsonl file: a record. A file without line ends would be read into memory whole."""
+
+MAX_JSON_BYTES = 2**30
+"""Largest .json file, which takes up to ten times its size in memory. A .jsonl file is read line by line."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -131,10 +138,17 @@ def _parse(data: bytes) -> Any:
 
 def _read_jsonl(file: Path, problems: Problems, key: str) -> Iterator[Record]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number in itertools.count(1):
+            line = lines.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            where = f"{file}:{number}"
+            if len(line) > MAX_LINE_BYTES:
+                rule = f"is a line of more than {MAX_LINE_BYTES:,} bytes; the rest of the file is not read"
+                problems.add(Problem(key, None, rule, where=where))
+                return
             if not line.strip():
                 continue
-            where = f"{file}:{number}"
             try:
                 value = _parse(line)
             except ValueError as error:
@@ -147,6 +161,11 @@ def _read_jsonl(file: Path, problems: Problems, key: str) -> Iterator[Record]:
 
 
 def _read_json(file: Path, problems: Problems, key: str) -> Iterator[Record]:
+    size = file.stat().st_size
+    if size > MAX_JSON_BYTES:
+        rule = f"has {size:,} bytes, more than {MAX_JSON_BYTES:,}; write it as .jsonl, an object a line"
+        problems.add(Problem(key, None, rule, where=str(file)))
+        return
     try:
         values = _parse(file.read_bytes())
     except ValueError as error:

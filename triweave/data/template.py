@@ -25,7 +25,7 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from triweave.data.examples import Conversation, Message
 from triweave.data.sandbox import GENERATION_END, GENERATION_START, CompiledTemplate, compile_template
-from triweave.data.tokenizer import TextTokenizer, read_json_object
+from triweave.data.tokenizer import TextTokenizer, read_settings
 from triweave.errors import InputError, Problem
 
 LossOn = Literal["assistant", "completion", "all"]
@@ -86,7 +86,7 @@ def load_chat_template(folder: Path, tokenizer: TextTokenizer, file: str | None 
     if file is not None:
         raise InputError(Problem(key, file, "is not a file"))
     config = folder / "tokenizer_config.json"
-    source = read_json_object(config, key).get("chat_template")
+    source = read_settings(config, key).get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         if "default" not in named:

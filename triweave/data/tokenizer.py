@@ -12,8 +12,11 @@ from typing import Any
 import tokenizers
 
 from triweave.errors import InputError, Problem
+from triweave.json_file import read_json_object
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
+MAX_SETTINGS_BYTES = 16 * 2**20
+"""Of tokenizer_config.json, which may list every added token and hold the chat template."""
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -88,27 +91,19 @@ def load_tokenizer(folder: Path, key: str = "data.tokenizer") -> TextTokenizer:
     )
 
 
-def read_json_object(path: Path, key: str) -> dict[str, Any]:
+def read_settings(path: Path, key: str) -> dict[str, Any]:
     """The JSON object in `path`; empty when there is no such file.
 
     Raises:
-        InputError: the file holds something else.
+        InputError: the file holds something else, or is too large.
     """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(Problem(key, path, f"is not JSON ({error})")) from None
-    if not isinstance(value, dict):
-        raise InputError(Problem(key, path, "must hold a JSON object"))
-    return value
+    return read_json_object(path, key, MAX_SETTINGS_BYTES) if path.is_file() else {}
 
 
 def _special_tokens(folder: Path, key: str) -> dict[str, str]:
     """Special tokens by name; tokenizer_config.json has the last word over the older special_tokens_map.json."""
-    named = read_json_object(folder / "special_tokens_map.json", key)
-    named |= {name: token for name, token in read_json_object(folder / "tokenizer_config.json", key).items() if token}
+    named = read_settings(folder / "special_tokens_map.json", key)
+    named |= {name: token for name, token in read_settings(folder / "tokenizer_config.json", key).items() if token}
     special: dict[str, str] = {}
     for name in SPECIAL_TOKENS:
         token = named.get(name)

@@ -116,6 +116,8 @@ def check_same_run(source: str, resolved: ResolvedRun, prepared: PreparedData) -
         InputError: one of the three differs from what the checkpoint was trained with.
     """
     progress, run = read_progress(source), resolved.run
+    if progress.step == 0:
+        return  # nothing was trained yet, on any data
     pairs = [
         ("seed", run.seed, progress.seed),
         ("train.global_batch", run.train.global_batch, progress.global_batch),
