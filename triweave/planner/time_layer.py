@@ -112,12 +112,8 @@ def _attention(place: Place) -> _Half:
         ),
         Parts(qkv[2] + out[2], memory=place.accumulate(parameters)),
     )
-    return _Half(
-        work,
-        norm[0],
-        0.0,
-        Parts(out[0], memory=residual[0], tensor_parallel=_row_ahead_s(place, weights[1], out, tp_forward)),
-    )
+    last = Parts(out[0], memory=residual[0], tensor_parallel=_row_ahead_s(place, weights[1], out, tp_forward))
+    return _Half(work, norm[0], 0.0, last)
 
 
 def _mlp(place: Place) -> _Half:
@@ -141,12 +137,8 @@ def _mlp(place: Place) -> _Half:
         Parts(up[1] + down[1], 0.0, norm[1] + residual[1] + activation[1] + gradient_casts, tp_backward),
         Parts(up[2] + down[2], memory=place.accumulate(parameters)),
     )
-    return _Half(
-        work,
-        norm[0],
-        activation[0],
-        Parts(down[0], memory=residual[0], tensor_parallel=_row_ahead_s(place, weights[1], down, tp_forward)),
-    )
+    last = Parts(down[0], memory=residual[0], tensor_parallel=_row_ahead_s(place, weights[1], down, tp_forward))
+    return _Half(work, norm[0], activation[0], last)
 
 
 def _tensor_parallel(
