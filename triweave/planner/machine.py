@@ -93,8 +93,14 @@ class Trainer:
     """What products lose beside what moves data (`profile.Beside`), as a share of the time that this takes."""
     hosts: Mapping[HostKey, tuple[float, float, float]] = field(default_factory=lambda: MappingProxyType({}))
     """What the host needs to issue a layer's forward and the halves of its backward, with what runs again."""
-    layer_ratios: Mapping[int, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
-    """Measured over priced time of whole layers, forward and backward, by tensor-parallel ranks."""
+    layer_ratios: Mapping[int, tuple[tuple[float, float, float], ...]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    """Measured over priced time of whole layers, by tensor-parallel ranks: share of products, ratio forward, backward.
+
+    Products draw more power than what is between them, and under the power limit the fewer a layer has, the higher the
+    clock at which it runs them: tables are of one mixture, layers of theirs.
+    """
     host_copy: Curve | None = None
     """From host memory to the GPU."""
     launch_s: float | None = None

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from math import exp, log
-from statistics import mean
 from types import MappingProxyType
 from typing import NamedTuple
 
 from triweave.layout import Layout
 from triweave.planner.machine import Machine
 from triweave.planner.profile import Profile
-from triweave.planner.time_layer import layer_work
+from triweave.planner.time_layer import layer_work, products_share
 from triweave.planner.time_parts import place_of
 from triweave.planner.time_shapes import Decoder
 from triweave.planner.time_trainer import TRIWEAVE
@@ -28,6 +26,8 @@ class Held(NamedTuple):
     tp: int
     measured: tuple[float, float]
     priced: tuple[float, float]
+    products: float
+    """Share of matrix products in what it is priced at."""
     host_s: float
     """What the host needs to issue it, forward and backward; 0 where that was not measured."""
 
@@ -52,7 +52,7 @@ def held_layers(profile: Profile, machine: Machine) -> Iterator[Held]:
         )
         work = layer_work(place)
         priced = (work.forward.total, work.backward_input.total + work.backward_weight.total)
-        yield Held(tp, (forward, backward), priced, host_s.get(tp, 0.0))
+        yield Held(tp, (forward, backward), priced, products_share(work), host_s.get(tp, 0.0))
 
 
 def with_layers(profile: Profile, machine: Machine) -> Machine:
@@ -60,14 +60,10 @@ def with_layers(profile: Profile, machine: Machine) -> Machine:
     trainer = machine.trainer
     if trainer is None or not profile.layers:
         return machine
-    logs: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    found: defaultdict[int, dict[float, tuple[float, float]]] = defaultdict(dict)
     for held in held_layers(profile, machine):
         if not held.waits_for_host:
-            logs[held.tp].append((log(held.measured[0] / held.priced[0]), log(held.measured[1] / held.priced[1])))
-    return replace(machine, trainer=replace(trainer, layer_ratios=_ratios(logs)))
-
-
-def _ratios(logs: Mapping[int, list[tuple[float, float]]]) -> Mapping[int, tuple[float, float]]:
-    return MappingProxyType(
-        {tp: (exp(mean(one[0] for one in known)), exp(mean(one[1] for one in known))) for tp, known in logs.items()}
-    )
+            ratios = held.measured[0] / held.priced[0], held.measured[1] / held.priced[1]
+            found[held.tp][held.products] = ratios
+    ratios_of = {tp: tuple((share, *by_share[share]) for share in sorted(by_share)) for tp, by_share in found.items()}
+    return replace(machine, trainer=replace(trainer, layer_ratios=MappingProxyType(ratios_of)))

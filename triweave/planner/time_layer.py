@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import lru_cache
 from typing import NamedTuple
 
+from triweave.planner.machine import Trainer
 from triweave.planner.time_attention import attention_s
 from triweave.planner.time_collectives import all_reduce_s, overlapped_s, reduce_scatter_s, send_s
 from triweave.planner.time_exchange import Linear, Products, column_s, row_s, uses_copy_engines
@@ -41,7 +43,7 @@ def layer_work(place: Place) -> Work:
     attention, mlp = _attention(place), _mlp(place)
     whole, ahead = chain(attention.work, mlp.work), 1.0
     if place.trainer is not None:
-        ahead, back = place.trainer.layer_ratios.get(place.tp.ranks) or place.trainer.layer_ratios.get(1, (1.0, 1.0))
+        ahead, back = _ratios(place.trainer, place.tp.ranks, products_share(whole))
         whole = Work(whole.forward.times(ahead), whole.backward_input.times(back), whole.backward_weight.times(back))
     forward, backward_input, backward_weight, _ = whole
     if "layer" in chosen:
@@ -61,6 +63,27 @@ def layer_work(place: Place) -> Work:
     if "swiglu" in chosen and "mlp" not in chosen:
         repeated.append(Parts(memory=mlp.cheap))
     return Work(forward, backward_input, backward_weight, add(*repeated))
+
+
+def products_share(work: Work) -> float:
+    """Of a layer's seconds forward and backward, those of matrix products."""
+    whole = add(work.forward, work.backward_input, work.backward_weight)
+    return whole.matmul / whole.total
+
+
+def _ratios(trainer: Trainer, ranks: int, share: float) -> tuple[float, float]:
+    """Measured over priced time of a layer with such a share of products: straight between the measured ones."""
+    known = trainer.layer_ratios.get(ranks) or trainer.layer_ratios.get(1)
+    if not known:
+        return 1.0, 1.0
+    shares = [point[0] for point in known]
+    after = bisect_left(shares, share)
+    if after in (0, len(known)):
+        return known[min(after, len(known) - 1)][1:]
+    (left, *low), (right, *high) = known[after - 1], known[after]
+    weight = (share - left) / (right - left)
+    forward, backward = (one + weight * (other - one) for one, other in zip(low, high, strict=True))
+    return forward, backward
 
 
 def _attention(place: Place) -> _Half:
