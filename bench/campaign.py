@@ -3,11 +3,13 @@
     python bench/campaign.py --predict                      # any machine; writes the predictions, seals them
     python bench/campaign.py --run --seconds 330            # two H200; appends rows, a second call goes on
     python bench/campaign.py --table                        # any machine; reads both files, computes nothing anew
-    python bench/campaign.py --predict --run --table --small --results rehearsal        # on a CPU
+    python bench/campaign.py --predict --run --table --times-only --seed 1 --profile here.yaml   # step times, in one go
+    python bench/campaign.py --predict --run --table --small --results rehearsal        # a rehearsal on a CPU
 
 `--predict` writes for every configuration what `triweave check` says of its ranks (allocated, reserved, used), what the
-planner's closed form says, and the planner's step time and range with the machine profile of `--profile`. Each row of
-the run names the predictions that it was run against by their hash; a table is made of one such pair alone.
+planner's closed form says, and the planner's step time and range with the machine profile of `--profile`;
+`--times-only` leaves out what memory alone needs: `check`, which takes minutes, and the ranks that run alone. Each row
+of the run names the predictions that it was run against by their hash; a table is made of one such pair alone.
 """
 
 from __future__ import annotations
@@ -43,6 +45,22 @@ RESULTS = Path(__file__).parent / "results" / "campaign"
 
 def predict(case: Case, profile: Profile) -> dict[str, Any]:
     """Everything that is said of a case before it is run."""
+    return tell_memory(case) | tell_time(case, profile)
+
+
+def tell_time(case: Case, profile: Profile) -> dict[str, Any]:
+    """The planner's step, its range and its parts; nothing of a rank that runs alone."""
+    if case.rank is not None:
+        return {}
+    machine = machine_from_profile(profile, case.cluster)
+    step = predict_step(
+        case.spec, case.layout, case.cluster, seq_len=case.seq_len, global_batch=case.global_batch, on=machine
+    )
+    return {"step": {"step_s": step.step_s, "range_s": list(step.range_s), "breakdown": asdict(step.breakdown)}}
+
+
+def tell_memory(case: Case) -> dict[str, Any]:
+    """What the check and the closed form say of a case's ranks."""
     run, layout = case.resolved, case.layout
     alone = case.rank is not None
     stages = range(layout.pp) if case.rank is None else [layout.coordinates(case.rank).pp]
@@ -62,12 +80,6 @@ def predict(case: Case, profile: Profile) -> dict[str, Any]:
     }
     # Alone a rank has no peers to copy from, which the closed form always has: it is held against the rank in its grid.
     told["check_grid"] = told["check"] if not alone else [told_memory(rank_memory(run, rank)) for rank in ranks]
-    if not alone:
-        machine = machine_from_profile(profile, case.cluster)
-        step = predict_step(
-            case.spec, layout, case.cluster, seq_len=case.seq_len, global_batch=case.global_batch, on=machine
-        )
-        told["step"] = {"step_s": step.step_s, "range_s": list(step.range_s), "breakdown": asdict(step.breakdown)}
     return told
 
 
@@ -95,17 +107,20 @@ def told_plan(stage: StageMemory) -> dict[str, Any]:
     }
 
 
-def write_predictions(path: Path, profile: str, seed: int, *, small: bool) -> None:
+def write_predictions(path: Path, profile: str, seed: int, *, small: bool, times_only: bool) -> None:
     """Draw, predict, write."""
-    cases, begin = draw_cases(seed, small=small), time.monotonic()
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) // 2), mp_context=spawn, initializer=_quiet) as pool:
-        found = []
-        for case, told in zip(cases, pool.map(partial(predict, profile=profile_of(profile)), cases), strict=True):
-            found.append({"case": case.to_json(), "predicted": told})
-            print(f"{case.name}: {case.words}", file=sys.stderr, flush=True)
-    command = f"python bench/campaign.py --predict --seed {seed} --profile {profile}{' --small' if small else ''}"
-    head = {"command": command, "torch": torch.__version__, "profile": asdict(profile_of(profile))["source"]}
+    begin, measured = time.monotonic(), profile_of(profile)
+    cases = draw_cases(seed, small=small, times_only=times_only)
+    if times_only:
+        told = [tell_time(case, measured) for case in cases]
+    else:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, initializer=_quiet) as pool:
+            told = list(pool.map(partial(predict, profile=measured), cases))
+    found = [{"case": case.to_json(), "predicted": one} for case, one in zip(cases, told, strict=True)]
+    flags = f"{' --times-only' if times_only else ''}{' --small' if small else ''}"
+    command = f"python bench/campaign.py --predict --seed {seed} --profile {profile}{flags}"
+    head = {"command": command, "torch": torch.__version__, "profile": measured.source}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**head, "cases": found}, indent=1), encoding="utf-8")
     print(f"predicted {len(cases)} configurations in {time.monotonic() - begin:.0f} s: {path}", file=sys.stderr)
@@ -134,13 +149,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=330.0, help="no configuration is begun later than this")
     parser.add_argument("--only", default="", help="run those whose name holds this")
+    parser.add_argument("--times-only", action="store_true", help="only what has a step time, and no memory")
     parser.add_argument("--small", action="store_true", help="tiny configurations, for a CPU")
     options = parser.parse_args()
     end_s = time.monotonic() + options.seconds
     told = options.results.with_suffix(".predictions.json")
     rows = options.results.with_suffix(".rows.jsonl")
     if options.predict:
-        write_predictions(told, options.profile, options.seed, small=options.small)
+        write_predictions(told, options.profile, options.seed, small=options.small, times_only=options.times_only)
     if not told.exists():
         parser.error(f"no predictions in {told}: nothing is run that was not predicted; --predict writes them")
     if options.run:

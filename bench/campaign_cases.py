@@ -68,6 +68,11 @@ class Case:
         return self.rank is None and self.layout.world_size == 2
 
     @property
+    def axis(self) -> str:
+        """Along which its ranks are spread; `tp` where there is one."""
+        return max(("tp", "pp", "dp"), key=self.layout.size)
+
+    @property
     def cluster(self) -> Cluster:
         """As many GPUs as the grid has ranks."""
         per_node = min(8, self.layout.world_size)
@@ -117,16 +122,35 @@ def from_json(told: dict[str, Any]) -> Case:
     return Case(**{**told, "spec": spec, "layout": Layout(**{**told["layout"], **lists})})
 
 
-def draw_cases(seed: int, *, small: bool) -> list[Case]:
-    """Every configuration of a campaign, those of two GPUs first; `small` ones are for a rehearsal on a CPU."""
+def draw_cases(seed: int, *, small: bool, times_only: bool = False) -> list[Case]:
+    """Every configuration of a campaign in the order in which it is run; `small` ones are for a rehearsal on a CPU.
+
+    Those that the planner prices take turns by axis, so that a run that is cut has some of each; `times_only` leaves
+    out the ranks that run alone, which come last in the draw: the others are the same.
+    """
     rng = random.Random(seed)  # noqa: S311 - configurations, no secret
     picks = [replace(case, name=f"pick-{number:02}") for number, case in enumerate(pick_cases(small))]
     pairs = _drawn(4 if small else 22, "pair", lambda: draw_pair(rng, small))
     ones = _drawn(1 if small else 10, "one", lambda: draw_one(rng, small))
-    ranks = _drawn(3 if small else 12, "rank", lambda: draw_rank(rng, small))
     if small:
         picks = picks[::6]
-    return [*picks, *pairs, *ones, *ranks, *grid_cases(picks)]
+    whole = [*ones, *by_turns([*picks, *pairs])]
+    if times_only:
+        return whole
+    ranks = _drawn(3 if small else 12, "rank", lambda: draw_rank(rng, small))
+    return [*whole, *ranks, *grid_cases(picks)]
+
+
+def by_turns(cases: list[Case]) -> list[Case]:
+    """Tensor, pipeline and data parallel in turn, for each axis in the order given."""
+    ahead = dict.fromkeys(("tp", "pp", "dp"), 0)
+    totals = {axis: sum(case.axis == axis for case in cases) for axis in ahead}
+
+    def place(case: Case) -> float:
+        ahead[case.axis] += 1
+        return ahead[case.axis] / (1 + totals[case.axis])
+
+    return sorted(cases, key=place)
 
 
 def pick_cases(small: bool) -> Iterator[Case]:

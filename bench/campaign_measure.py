@@ -83,8 +83,9 @@ class Session:
 
 
 def run_campaign(cases: Sequence[Case], session: Session, *, gpus: int) -> None:
-    """Run what has no row yet, pairs first; says of what it leaves."""
+    """Run what has no row yet: whole runs of one GPU, which are short, pairs, ranks alone. Says of what it leaves."""
     session.results.parent.mkdir(parents=True, exist_ok=True)
+    _run_alone([case for case in cases if case.layout.world_size == 1], session, gpus)
     for _ in range(1 + MAX_FAILURES):
         pairs = session.todo([case for case in cases if case.on_two]) if gpus > 1 else []
         if not pairs or time.monotonic() > session.end_s:
@@ -94,11 +95,15 @@ def run_campaign(cases: Sequence[Case], session: Session, *, gpus: int) -> None:
             name = at.read_text() if at.exists() else pairs[0].name
             if name in {case.name for case in session.todo(pairs)}:
                 session.add(name, {"failed": "a process ended without a word, or none went on"})
-    alone = session.todo([case for case in cases if not case.on_two])
-    if alone and time.monotonic() < session.end_s:
-        run_ranks(min(2, gpus), partial(measure_alone, alone, session))
+    _run_alone([case for case in cases if not case.on_two], session, gpus)
     left = session.todo(cases)
     print(f"{len(cases) - len(left)} of {len(cases)} configurations have a row", file=sys.stderr)
+
+
+def _run_alone(cases: Sequence[Case], session: Session, gpus: int) -> None:
+    todo = session.todo(cases)
+    if todo and time.monotonic() < session.end_s:
+        run_ranks(min(2, gpus), partial(measure_alone, todo, session))
 
 
 def measure_pairs(cases: Sequence[Case], session: Session, process: Process) -> int:

@@ -80,7 +80,7 @@ PROFILES = st.builds(
     slowdowns=st.lists(
         st.builds(Slowdown, st.sampled_from(["copies", "collectives"]), st.floats(0, 1)), max_size=2
     ).map(tuple),
-    layers=st.lists(st.tuples(*[st.integers(1, 9)] * 8, *[SECONDS] * 4), max_size=2).map(tuple),
+    layers=st.lists(st.tuples(*[st.integers(1, 9)] * 8, *[SECONDS] * 2), max_size=2).map(tuple),
     launch_seconds=st.none() | st.floats(0, 1),
     power_limit_watts=st.none() | st.floats(1, 1000),
 )

@@ -17,7 +17,7 @@ from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
 from triweave.layout import Layout, even_layers
 from triweave.planner.machine import Curve, Machine
-from triweave.planner.profile import CopyCurve, MatmulTable, OperationCurve, Profile, Slowdown, read_profile
+from triweave.planner.profile import CopyCurve, HostCost, MatmulTable, OperationCurve, Profile, Slowdown, read_profile
 from triweave.planner.profile_layers import held_layers
 from triweave.planner.profile_machine import machine_from_profile
 from triweave.planner.time_attention import attention_s
@@ -63,7 +63,8 @@ def measured() -> Profile:
             *(CopyCurve(what, 2, buffers) for what in ("gather", "reduce_scatter", "all_reduce")),
         ),
         slowdowns=(Slowdown("copies", 0.3), Slowdown("buffers", 0.4), Slowdown("collectives", 0.45)),
-        layers=((1, 1, SEQ, 4096, 14336, 32, 8, 128, 7e-3, 14e-3, 1e-3, 2e-3),),
+        layers=((1, 1, SEQ, 4096, 14336, 32, 8, 128, 7e-3, 14e-3),),
+        hosts=(HostCost(1, None, (), 0.6e-3, 0.8e-3, 0.4e-3),),
         launch_seconds=5e-6,
     )
 
@@ -243,7 +244,19 @@ def test_everything_measured_is_priced(key: str, which: Any, layout: Layout, pre
 
 
 def test_layers_that_the_host_issues_slowly_are_priced() -> None:
-    """Where the host needs longer for a layer than the GPU, the step waits for it."""
-    (layer,) = measured().layers
-    slow = replace(measured(), layers=((*layer[:10], 30e-3, 60e-3),))
+    """Where the host needs longer for a layer than the GPU, the step waits for it; where it does not, for nothing."""
+    slow = replace(measured(), hosts=(HostCost(1, None, (), 30e-3, 40e-3, 20e-3),))
     assert step(slow, DP).host > 8 * 2 * 0.9 * (90e-3 - 21e-3)
+    arriving = step(measured(), DP).host
+    assert step(replace(slow, hosts=()), DP).host == pytest.approx(arriving)
+
+
+def test_hooks_of_data_parallel_ranks_take_the_host_time() -> None:
+    """What sharing among replicas adds to a layer's issue is added to every layer, recomputed or not."""
+    plain = HostCost(1, None, (), 30e-3, 40e-3, 20e-3)
+    again = replace(plain, recompute=("layer",), backward_input_seconds=70e-3)
+    hooked = HostCost(1, "optimizer", (), 35e-3, 65e-3, 0.0)
+    for layout, one in ((DP, plain), (replace(DP, recompute=("layer",)), again)):
+        without = step(replace(measured(), hosts=(plain, again)), layout).total
+        more = step(replace(measured(), hosts=(plain, again, hooked)), layout).total - without
+        assert more == pytest.approx(2 * 8 * 10e-3), one

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from triweave.cluster import CATALOGUE, Cluster, Gpu
 from triweave.errors import InputError, Problem, closest
+from triweave.layout import Recompute, Shard
 
 MIB = 2**20
 
@@ -76,6 +77,10 @@ class Attention:
     backward_s: float
 
 
+HostKey = tuple[int, Shard | None, tuple[Recompute, ...]]
+"""Tensor-parallel ranks; what data-parallel ranks share out, None where there are none; what is recomputed."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trainer:
     """This package's trainer on one kind of machine, each part as far as a profile holds it."""
@@ -86,10 +91,16 @@ class Trainer:
     """What copy engines carry (`profile.Copied`) by ranks."""
     slowdowns: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """What products lose beside what moves data (`profile.Beside`), as a share of the time that this takes."""
-    layer_host_s: Mapping[int, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
-    """What the host needs to issue a layer's forward and backward, by tensor-parallel ranks."""
-    layer_ratios: Mapping[int, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
-    """Measured over priced time of whole layers, forward and backward, by tensor-parallel ranks."""
+    hosts: Mapping[HostKey, tuple[float, float, float]] = field(default_factory=lambda: MappingProxyType({}))
+    """What the host needs to issue a layer's forward and the halves of its backward, with what runs again."""
+    layer_ratios: Mapping[int, tuple[tuple[float, float, float], ...]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    """Measured over priced time of whole layers, by tensor-parallel ranks: share of products, ratio forward, backward.
+
+    Products draw more power than what is between them, and under the power limit the fewer a layer has, the higher the
+    clock at which it runs them: tables are of one mixture, layers of theirs.
+    """
     host_copy: Curve | None = None
     """From host memory to the GPU."""
     launch_s: float | None = None

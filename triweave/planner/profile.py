@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from triweave.cluster import CATALOGUE, nearest_gpu
 from triweave.errors import InputError, Problem
+from triweave.layout import Recompute, Shard
 
 VERSION = 2
 
@@ -24,9 +25,8 @@ MatmulPoint = tuple[int, int, int, float]
 """`[m, n, k, seconds]` of `[m, k] x [k, n]`."""
 AttentionPoint = tuple[int, int, int, int, int, float, float]
 """`[batch, seq, heads, kv_heads, head_dim, forward seconds, backward seconds]`, causal, bf16."""
-LayerPoint = tuple[int, int, int, int, int, int, int, int, float, float, float, float]
-"""`[tp, batch, seq, hidden, ffn, heads, kv_heads, head_dim]`, then seconds: the GPU's forward and backward, the host's
-forward and backward."""
+LayerPoint = tuple[int, int, int, int, int, int, int, int, float, float]
+"""`[tp, batch, seq, hidden, ffn, heads, kv_heads, head_dim, forward seconds, backward seconds]`."""
 
 AttentionKernel = Literal["cudnn", "flash2", "flash3", "torch"]
 """`torch` is what PyTorch takes where none of the others computes, as on a CPU."""
@@ -121,6 +121,21 @@ class Slowdown:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCost:
+    """What the host needs to issue a layer of the trainer, many in a row and each so small that no GPU holds it up."""
+
+    tp: int
+    """Tensor-parallel ranks, sequence parallel."""
+    shard: Shard | None
+    """What two or more data-parallel ranks share out; None for one."""
+    recompute: tuple[Recompute, ...]
+    forward_seconds: float
+    backward_input_seconds: float
+    """With what is recomputed; all of backward where `shard` says that ranks share."""
+    backward_weight_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """One kind of GPU, as it was measured."""
 
@@ -162,6 +177,7 @@ class Profile:
     slowdowns: tuple[Slowdown, ...] = ()
     layers: tuple[LayerPoint, ...] = ()
     """Whole layers of the trainer, nothing recomputed: what its parts are held against."""
+    hosts: tuple[HostCost, ...] = ()
     launch_seconds: float | None = None
     """What the host needs to launch one kernel."""
 
@@ -205,6 +221,10 @@ def profile_problems(profile: Profile) -> Iterator[Problem]:
         lost = slowdown.seconds_lost_per_second
         if not 0 <= lost < float("inf"):
             yield Problem(f"slowdowns[{number}].seconds_lost_per_second", lost, "must be at least 0", "0.0")
+    for number, host in enumerate(profile.hosts):
+        for key in ("forward_seconds", "backward_input_seconds", "backward_weight_seconds"):
+            if not 0 <= (seconds := getattr(host, key)) < float("inf"):
+                yield Problem(f"hosts[{number}].{key}", seconds, "must be at least 0", "0.0")
     launch = profile.launch_seconds
     if launch is not None and not 0 <= launch < float("inf"):
         yield Problem("launch_seconds", launch, "must be at least 0", "0.0")
@@ -261,6 +281,8 @@ def _item(item: Any) -> Iterator[str]:
 
 
 def _scalar(value: object) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'

@@ -121,6 +121,16 @@ def _trainer(profile: Profile) -> Trainer:
         MappingProxyType({one.operation: _curve(one.bytes_seconds) for one in profile.operations}),
         MappingProxyType({(one.what, one.ranks): _curve(one.bytes_seconds) for one in profile.copies}),
         MappingProxyType({one.beside: one.seconds_lost_per_second for one in profile.slowdowns}),
+        hosts=MappingProxyType(
+            {
+                (one.tp, one.shard, one.recompute): (
+                    one.forward_seconds,
+                    one.backward_input_seconds,
+                    one.backward_weight_seconds,
+                )
+                for one in profile.hosts
+            }
+        ),
         host_copy=_curve(profile.host_copy_bytes_seconds) if profile.host_copy_bytes_seconds else None,
         launch_s=profile.launch_seconds,
     )

@@ -13,6 +13,7 @@ from triweave.model_spec import ModelSpec
 from triweave.planner.machine import Machine, machine_of
 from triweave.planner.time_collectives import GroupShape, overlapped_s, reduce_scatter_s, send_s
 from triweave.planner.time_ends import embedding_work, head_work
+from triweave.planner.time_host import stage_hosts
 from triweave.planner.time_layer import layer_work
 from triweave.planner.time_matmul import Precision
 from triweave.planner.time_parts import Place, Work, chain, place_of
@@ -59,6 +60,8 @@ class ActionCosts:
     """One for each virtual stage, in model order."""
     stages: tuple[StageCost, ...]
     """Their actions, with the messages that they wait for."""
+    hosts: tuple[StageCost, ...]
+    """What the host needs to issue each action."""
     transfer_s: float
     """One message that travels beside the compute."""
 
@@ -102,7 +105,8 @@ def action_costs(
             StageCost(cost.forward + transfer, cost.backward_input + transfer, cost.backward_weight) for cost in stages
         ]
         transfer = 0.0
-    return ActionCosts(place, layout.micro_batches(global_batch), tuple(blocks), tuple(stages), transfer)
+    hosts = stage_hosts(place, layout)
+    return ActionCosts(place, layout.micro_batches(global_batch), tuple(blocks), tuple(stages), hosts, transfer)
 
 
 def shard_shape(layout: Layout, gpus_per_node: int) -> GroupShape:

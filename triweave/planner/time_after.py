@@ -10,6 +10,7 @@ from triweave.planner.time_actions import ActionCosts, replica_shape, shard_shap
 from triweave.planner.time_collectives import GroupShape, all_reduce_s, overlapped_s, reduce_scatter_s
 from triweave.planner.time_parts import Place
 from triweave.planner.time_stack import Measured
+from triweave.sharing import shares_weights
 
 _TOKEN_BYTES = 32
 """Token, target, position and document of one token, int64 each."""
@@ -64,13 +65,19 @@ def after_backward_s(
     else:
         reduce = (all_reduce_s if stack.reduces_whole else reduce_scatter_s)(gpu, group, gradients)
         gather = reduce_scatter_s(gpu, group, 2.0 * parameters)
-    if layout.shard == "gradients":
-        reduce += stack.scatter_copies.of(parameters, group.ranks) / gpu.hbm_kernel_bytes_per_s
-        reduce *= micro_batches
-    reduce += across
     slowdown = place.slowdown("collectives")
-    hidden = overlapped_s(reduce, 2 / 3 * room, slowdown) + overlapped_s(gather, room / 3, slowdown)
-    return stack.overlap_dp * hidden + (1 - stack.overlap_dp) * (reduce + gather), optimizer
+    if layout.shard == "gradients":
+        # Every micro-batch reduces, beside its own backward; zeros and additions to the shard are in its way.
+        copies = micro_batches * stack.scatter_copies.of(parameters, group.ranks) / gpu.hbm_kernel_bytes_per_s
+        last = reduce * _unit_parameters(costs, layout, rank)[0] / parameters
+        reduce = micro_batches * reduce + across
+        hidden = last + overlapped_s(reduce - last, 2 / 3 * busy, slowdown)
+    else:
+        copies, reduce = 0.0, reduce + across
+        hidden = overlapped_s(reduce, 2 / 3 * room, slowdown)
+    by_copies = _weights_s(costs, layout, rank, group, room)
+    hidden += by_copies if by_copies is not None else overlapped_s(gather, room / 3, slowdown)
+    return copies + stack.overlap_dp * hidden + (1 - stack.overlap_dp) * (reduce + gather), optimizer
 
 
 def _optimizer_s(costs: ActionCosts, layout: Layout, rank: int, parameters: float, shard: float) -> float:
@@ -98,14 +105,21 @@ def _by_copy_engines_s(costs: ActionCosts, layout: Layout, rank: int, group: Gro
     place = costs.place
     units = _unit_parameters(costs, layout, rank)
     kind: Literal["all_reduce", "reduce_scatter"] = "all_reduce" if layout.shard == "none" else "reduce_scatter"
-    reduce, gather = _copies(place, group, kind), _copies(place, group, "gather")
-    if reduce is None or gather is None:
+    reduce = _copies(place, group, kind)
+    if reduce is None:
         return 0.0
     sums = [reduce(4.0 * unit) for unit in units]
-    weights = [gather(2.0 * unit) for unit in units] if layout.shard == "optimizer" else [0.0]
-    exposed = overlapped_s(sum(sums[1:]), 2 / 3 * room, place.slowdown("buffers"))
-    exposed += overlapped_s(sum(weights[1:]), room / 3, place.slowdown("copies"))
-    return sums[0] + weights[0] + exposed
+    exposed = sums[0] + overlapped_s(sum(sums[1:]), 2 / 3 * room, place.slowdown("buffers"))
+    return exposed + (_weights_s(costs, layout, rank, group, room) or 0.0)
+
+
+def _weights_s(costs: ActionCosts, layout: Layout, rank: int, group: GroupShape, room: float) -> float | None:
+    """Exposed seconds of gathering whole weights by copy engines; None where training does not, or it is not known."""
+    place, gather = costs.place, _copies(costs.place, group, "gather")
+    if gather is None or not shares_weights(layout.shard) or layout.uses_shard_groups:
+        return None
+    weights = [gather(2.0 * unit) for unit in _unit_parameters(costs, layout, rank)]
+    return weights[0] + overlapped_s(sum(weights[1:]), room / 3, place.slowdown("copies"))
 
 
 def _unit_parameters(costs: ActionCosts, layout: Layout, rank: int) -> list[float]:

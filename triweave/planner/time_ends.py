@@ -8,9 +8,6 @@ from triweave.planner.time_collectives import all_reduce_s, reduce_scatter_s
 from triweave.planner.time_exchange import Linear, column_s, uses_copy_engines
 from triweave.planner.time_parts import Parts, Place, Work
 
-_LAUNCHES = 24
-"""Kernels of norm, head and loss, forward; about as many backward."""
-
 
 @lru_cache(maxsize=8192)
 def head_work(place: Place) -> Work:
@@ -26,10 +23,9 @@ def head_work(place: Place) -> Work:
         gather, reduce = column_s(place, Linear(vocab, decoder.hidden), products)
     # Maximum and sum of exponentials of every token, in float32.
     statistics = 2 * all_reduce_s(place.machine, place.tp, 4.0 * place.tokens) / stack.links
-    launches_s = place.trainer.launch_s or 0.0 if place.trainer is not None else 0.0
     return Work(
-        Parts(forward, memory=norm[0] + loss[0], tensor_parallel=gather + statistics).at_least(_LAUNCHES * launches_s),
-        Parts(backward_input, memory=norm[1] + loss[1], tensor_parallel=reduce).at_least(_LAUNCHES * launches_s),
+        Parts(forward, memory=norm[0] + loss[0], tensor_parallel=gather + statistics),
+        Parts(backward_input, memory=norm[1] + loss[1], tensor_parallel=reduce),
         Parts(backward_weight, memory=place.accumulate(decoder.hidden * vocab)),
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import lru_cache
 from typing import NamedTuple
 
+from triweave.planner.machine import Trainer
 from triweave.planner.time_attention import attention_s
 from triweave.planner.time_collectives import all_reduce_s, overlapped_s, reduce_scatter_s, send_s
 from triweave.planner.time_exchange import Linear, Products, column_s, row_s, uses_copy_engines
@@ -25,6 +27,13 @@ class _Half(NamedTuple):
     """Seconds of the norm forward: what the recomputation called `norm` repeats."""
     cheap: float
     """Seconds of the element-wise operation before the last product: what `swiglu` repeats."""
+    last: Parts
+    """Its last product forward, and what this rank waits for there: nothing keeps what comes of it."""
+
+    @property
+    def again(self) -> Parts:
+        """What running it again for backward takes: that ends where the last input is kept (`layers.linear`)."""
+        return add(self.work.forward, self.last.times(-1.0))
 
 
 @lru_cache(maxsize=8192)
@@ -32,16 +41,13 @@ def layer_work(place: Place) -> Work:
     """One decoder layer."""
     stack, chosen = place.stack, place.recompute
     attention, mlp = _attention(place), _mlp(place)
-    whole = chain(attention.work, mlp.work)
+    whole, ahead = chain(attention.work, mlp.work), 1.0
     if place.trainer is not None:
-        ahead, back = place.trainer.layer_ratios.get(place.tp.ranks) or place.trainer.layer_ratios.get(1, (1.0, 1.0))
+        ahead, back = _ratios(place.trainer, place.tp.ranks, products_share(whole))
         whole = Work(whole.forward.times(ahead), whole.backward_input.times(back), whole.backward_weight.times(back))
-    host = _host_s(place)
-    forward = whole.forward.at_least(host[0])
-    backward_input = whole.backward_input.at_least(host[1])
-    backward_weight = whole.backward_weight.at_least(host[2])
+    forward, backward_input, backward_weight, _ = whole
     if "layer" in chosen:
-        return Work(forward, backward_input, backward_weight, forward)
+        return whole._replace(recompute=add(forward, mlp.last.times(-ahead)) if stack.own else forward)
     repeated = [
         Parts(
             stack.rerun.matmul * forward.matmul,
@@ -51,7 +57,7 @@ def layer_work(place: Place) -> Work:
     ]
     for name, half in (("attention", attention), ("mlp", mlp)):
         if name in chosen:
-            repeated.append(half.work.forward)
+            repeated.append(half.again if stack.own else half.work.forward)
         elif "norm" in chosen:
             repeated.append(Parts(memory=half.norm))
     if "swiglu" in chosen and "mlp" not in chosen:
@@ -59,14 +65,25 @@ def layer_work(place: Place) -> Work:
     return Work(forward, backward_input, backward_weight, add(*repeated))
 
 
-def _host_s(place: Place) -> Products:
-    """What the host needs to issue a layer's forward and the two halves of backward, as measured where it was."""
-    if place.trainer is not None and place.tp.ranks in place.trainer.layer_host_s:
-        ahead, back = place.trainer.layer_host_s[place.tp.ranks]
-        return ahead, 2 / 3 * back, back / 3
-    host = place.stack.host
-    collectives = ((2 if place.tp.ranks > 1 else 0) + place.cp.ranks - 1) * host.collective
-    return host.forward + collectives, 2 / 3 * host.backward + collectives, host.backward / 3
+def products_share(work: Work) -> float:
+    """Of a layer's seconds forward and backward, those of matrix products."""
+    whole = add(work.forward, work.backward_input, work.backward_weight)
+    return whole.matmul / whole.total
+
+
+def _ratios(trainer: Trainer, ranks: int, share: float) -> tuple[float, float]:
+    """Measured over priced time of a layer with such a share of products: straight between the measured ones."""
+    known = trainer.layer_ratios.get(ranks) or trainer.layer_ratios.get(1)
+    if not known:
+        return 1.0, 1.0
+    shares = [point[0] for point in known]
+    after = bisect_left(shares, share)
+    if after in (0, len(known)):
+        return known[min(after, len(known) - 1)][1:]
+    (left, *low), (right, *high) = known[after - 1], known[after]
+    weight = (share - left) / (right - left)
+    forward, backward = (one + weight * (other - one) for one, other in zip(low, high, strict=True))
+    return forward, backward
 
 
 def _attention(place: Place) -> _Half:
@@ -118,7 +135,8 @@ def _attention(place: Place) -> _Half:
         ),
         Parts(qkv[2] + out[2], memory=place.accumulate(parameters)),
     )
-    return _Half(work, norm[0], 0.0)
+    last = Parts(out[0], memory=residual[0], tensor_parallel=_row_ahead_s(place, weights[1], out, tp_forward))
+    return _Half(work, norm[0], 0.0, last)
 
 
 def _mlp(place: Place) -> _Half:
@@ -142,7 +160,8 @@ def _mlp(place: Place) -> _Half:
         Parts(up[1] + down[1], 0.0, norm[1] + residual[1] + activation[1] + gradient_casts, tp_backward),
         Parts(up[2] + down[2], memory=place.accumulate(parameters)),
     )
-    return _Half(work, norm[0], activation[0])
+    last = Parts(down[0], memory=residual[0], tensor_parallel=_row_ahead_s(place, weights[1], down, tp_forward))
+    return _Half(work, norm[0], activation[0], last)
 
 
 def _tensor_parallel(
@@ -173,6 +192,13 @@ def _tensor_parallel(
         return 2 * once, (2 + again) * once
     hidden = again * overlapped_s(once, column[1], stack.slowdown) + overlapped_s(once, column[2], stack.slowdown)
     return 2 * once, once + hidden
+
+
+def _row_ahead_s(place: Place, weight: Linear, product: Products, both: float) -> float:
+    """Of the exchanges of half a layer forward, that of its row-parallel product."""
+    if uses_copy_engines(place):
+        return row_s(place, weight, product)[0]
+    return both / 2 if place.sequence_parallel else both
 
 
 def _in_pieces(place: Place, column: Products, row: Products, once: float) -> tuple[float, float]:

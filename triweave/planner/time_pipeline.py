@@ -46,7 +46,13 @@ class StageCost:
 
 
 def pipeline_s(
-    schedule: Schedule, pp: int, vpp: int, micro_batches: int, costs: Sequence[StageCost], transfer_s: float
+    schedule: Schedule,
+    pp: int,
+    vpp: int,
+    micro_batches: int,
+    costs: Sequence[StageCost],
+    transfer_s: float,
+    hosts: Sequence[StageCost] = (),
 ) -> float:
     """Seconds from the first forward to the last action of the slowest rank.
 
@@ -57,19 +63,25 @@ def pipeline_s(
         micro_batches: of a step.
         costs: one for every virtual stage, in model order.
         transfer_s: one message between neighbouring ranks.
+        hosts: what the host needs to issue each; it runs ahead of the GPU, and an action ends when all of it was
+            issued at the earliest. Empty where it is never waited for.
 
     Raises:
         InputError: the numbers do not fit the schedule.
     """
+    if all(host.of(kind) <= cost.of(kind) for host, cost in zip(hosts, costs, strict=False) for kind in _KINDS):
+        hosts = ()
     if pp == 1:
-        return micro_batches * sum(cost.total for cost in costs)
+        return _alone_s(micro_batches, costs, hosts)
     slope, period = _slope(schedule, pp, vpp, costs, transfer_s)
+    if hosts:
+        slope = max(slope, *(sum(host.total for host in hosts[rank::pp]) for rank in range(pp)))
     # A circle through several ranks may take a while to overtake the slowest one.
     few = 4 * pp if schedule == "interleaved" else 3 * pp if period == 1 else 8 * pp
     if micro_batches > few + period:
         few += (micro_batches - few) % period
-        first = _priced(schedule, pp, vpp, few - period, costs, transfer_s)
-        second = _priced(schedule, pp, vpp, few, costs, transfer_s)
+        first = _priced(schedule, pp, vpp, few - period, costs, transfer_s, hosts)
+        second = _priced(schedule, pp, vpp, few, costs, transfer_s, hosts)
         if abs(second - first - period * slope) <= 1e-9 * second:
             return second + (micro_batches - few) * slope
     # Half of them must still fill the pipeline.
@@ -77,20 +89,27 @@ def pipeline_s(
     many = periods * period + micro_batches % period
     if micro_batches > 2 * many:
         # The slope is none that is known: it is read off where the start is long forgotten.
-        first = _priced(schedule, pp, vpp, many - periods // 2 * period, costs, transfer_s)
-        second = _priced(schedule, pp, vpp, many, costs, transfer_s)
+        first = _priced(schedule, pp, vpp, many - periods // 2 * period, costs, transfer_s, hosts)
+        second = _priced(schedule, pp, vpp, many, costs, transfer_s, hosts)
         return second + (micro_batches - many) * (second - first) / (periods // 2 * period)
-    return _priced(schedule, pp, vpp, micro_batches, costs, transfer_s)
+    return _priced(schedule, pp, vpp, micro_batches, costs, transfer_s, hosts)
 
 
 def least_pipeline_s(
-    schedule: Schedule, pp: int, micro_batches: int, costs: Sequence[StageCost], transfer_s: float
+    schedule: Schedule,
+    pp: int,
+    micro_batches: int,
+    costs: Sequence[StageCost],
+    transfer_s: float,
+    hosts: Sequence[StageCost] = (),
 ) -> float:
     """Seconds that no order of the schedule's actions can undercut; what 1F1B takes where all stages are equal.
 
     A rank waits for the first activation to come through the stages before it, does its own work, and its last
     gradient goes back through those stages. In a zero-bubble order weight halves may follow that gradient.
     """
+    if pp == 1:
+        return _alone_s(micro_batches, costs, hosts)
     split = schedule == "zero-bubble"
     least = before = after = 0.0
     totals = [cost.total for cost in costs]
@@ -102,6 +121,8 @@ def least_pipeline_s(
             least = max(least, before + busy - put_off + after)
         before += costs[rank].forward + transfer_s
         after += costs[rank].backward_input + transfer_s + (0.0 if split else costs[rank].backward_weight)
+        if hosts:
+            least = max(least, micro_batches * sum(host.total for host in hosts[rank::pp]))
     return least
 
 
@@ -131,11 +152,32 @@ def _slope(schedule: Schedule, pp: int, vpp: int, costs: Sequence[StageCost], tr
     return best, period
 
 
+def _alone_s(micro_batches: int, costs: Sequence[StageCost], hosts: Sequence[StageCost]) -> float:
+    """Without a pipeline: what was issued up to some action, and the GPU's time of all after it, where that is most.
+
+    Actions repeat themselves, so it is most before or after the first forward, or that of the last micro-batch.
+    """
+    gpu, host = micro_batches * sum(cost.total for cost in costs), micro_batches * sum(one.total for one in hosts)
+    if not hosts:
+        return gpu
+    forward = sum(one.forward - cost.forward for one, cost in zip(hosts, costs, strict=True))
+    backward = sum(cost.of(Kind.BACKWARD) - one.of(Kind.BACKWARD) for one, cost in zip(hosts, costs, strict=True))
+    return max(gpu + max(0.0, forward), host + max(0.0, backward))
+
+
 def _priced(
-    schedule: Schedule, pp: int, vpp: int, micro_batches: int, costs: Sequence[StageCost], transfer_s: float
+    schedule: Schedule,
+    pp: int,
+    vpp: int,
+    micro_batches: int,
+    costs: Sequence[StageCost],
+    transfer_s: float,
+    hosts: Sequence[StageCost],
 ) -> float:
     program = _program(schedule, pp, vpp, micro_batches)
     seconds = [cost.of(kind) for cost in costs for kind in _KINDS]
+    issuing = [host.of(kind) for host in hosts for kind in _KINDS] or [0.0] * len(seconds)
+    issued = [0.0] * pp
     ends = [0.0] * (len(program) + 1)
     free = [0.0] * pp
     links = [0.0] * (2 * pp)
@@ -149,7 +191,11 @@ def _priced(
         start = free[rank]
         if ready > start:
             start = ready
-        ends[i] = free[rank] = start + seconds[cost]
+        end = start + seconds[cost]
+        issued[rank] += issuing[cost]
+        if issued[rank] > end:
+            end = issued[rank]
+        ends[i] = free[rank] = end
     return max(free)
 
 

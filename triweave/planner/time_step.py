@@ -125,7 +125,9 @@ def predict_step(
     )
     micro_batches, place = costs.micro_batches, costs.place
     decoder, gpu = place.decoder, place.machine
-    length = pipeline_s(layout.schedule, layout.pp, layout.vpp, micro_batches, costs.stages, costs.transfer_s)
+    shape = (layout.schedule, layout.pp, layout.vpp, micro_batches, costs.stages, costs.transfer_s)
+    length = pipeline_s(*shape)
+    waiting = pipeline_s(*shape, costs.hosts) - length
     busy = costs.busy_s(layout)
     longest = max(range(layout.pp), key=lambda rank: busy[rank])
     stages = layout.stages_of(longest)
@@ -139,12 +141,12 @@ def predict_step(
         parts.memory,
         parts.tensor_parallel,
         parts.context_parallel,
-        parts.host + arriving,
+        waiting + arriving,
         length - parts.total - gathering,
         gathering + data_parallel,
         optimizer,
     )
-    step = length + data_parallel + optimizer + arriving
+    step = length + waiting + data_parallel + optimizer + arriving
     tokens = global_batch * seq_len / layout.world_size
     peak = gpu.peak_fp8 if precision == "fp8" and gpu.peak_fp8 else gpu.peak_bf16
     flops = [decoder.flops_per_token(seq_len, causal=causal) * tokens / step / peak for causal in (True, False)]
@@ -195,7 +197,9 @@ def _least_pipeline(
     costs = action_costs(spec, layout, cluster, seq_len=seq_len, global_batch=global_batch, on=on)
     busy = costs.busy_s(layout)
     longest = max(range(layout.pp), key=lambda rank: busy[rank])
-    least = least_pipeline_s(layout.schedule, layout.pp, costs.micro_batches, costs.stages, costs.transfer_s)
+    least = least_pipeline_s(
+        layout.schedule, layout.pp, costs.micro_batches, costs.stages, costs.transfer_s, costs.hosts
+    )
     return _LeastPipeline(costs, least, longest, busy[longest], sum(busy) / layout.pp)
 
 

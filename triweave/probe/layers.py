@@ -1,4 +1,4 @@
-"""Whole decoder layers: what the parts are held against, and what the host needs to issue them."""
+"""Whole decoder layers: what the parts are held against."""
 
 from __future__ import annotations
 
@@ -57,10 +57,9 @@ def _measure(session: Session, group: Group, shape: LayerShape) -> LayerPoint:
         y.backward(upstream)
 
     gpu = _on_gpu(session, group, forward, backward)
-    host = _on_host(session, group, forward, backward)
     sizes = (spec.hidden_size, spec.intermediate_size, spec.num_attention_heads, spec.num_key_value_heads)
-    forward_s, backward_s, host_forward_s, host_backward_s = (round(took, 9) for took in (*gpu, *host))
-    return (tp, shape.batch, shape.seq, *sizes, spec.head_dim, forward_s, backward_s, host_forward_s, host_backward_s)
+    forward_s, backward_s = (round(took, 9) for took in gpu)
+    return (tp, shape.batch, shape.seq, *sizes, spec.head_dim, forward_s, backward_s)
 
 
 def _on_gpu(
@@ -85,36 +84,3 @@ def _on_gpu(
     kept = marks[count // 2 :]
     medians = [statistics.median(one[i].until(one[i + 1]) for one in kept) for i in range(2)]
     return session.worst(medians, group)
-
-
-def _on_host(
-    session: Session, group: Group, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
-) -> list[float]:
-    """What the host needs to issue each, with nothing before it in the GPU's queue."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(2 if session.small else 7):
-        session.meet(group)
-        begin = time.perf_counter()
-        y = forward()
-        times[0].append(time.perf_counter() - begin)
-        session.meet(group)
-        begin = time.perf_counter()
-        backward(y)
-        times[1].append(time.perf_counter() - begin)
-    session.meet(group)
-    return session.worst([statistics.median(one) for one in times], group)
-
-
-def measure_launch(session: Session) -> float:
-    """Seconds of the host for one kernel, the smallest there is."""
-    x = session.random(16)
-    count = 100 if session.small else 500
-    times = []
-    for _ in range(5):
-        session.wait()
-        begin = time.perf_counter()
-        for _ in range(count):
-            x.add_(1)
-        times.append((time.perf_counter() - begin) / count)
-    session.wait()
-    return round(session.worst([statistics.median(times)])[0], 9)

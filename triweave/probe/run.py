@@ -24,8 +24,9 @@ from triweave.probe import file
 from triweave.probe.attention import measure_attention
 from triweave.probe.beside import measure_slowdowns
 from triweave.probe.copies import measure_copies
+from triweave.probe.hosts import measure_hosts, measure_launch
 from triweave.probe.identity import identify, sm_clock_mhz
-from triweave.probe.layers import measure_launch, measure_layers
+from triweave.probe.layers import measure_layers
 from triweave.probe.links import measure_collectives, measure_host_copies, measure_messages
 from triweave.probe.operations import measure_operations, memory_curve
 from triweave.probe.products import measure_fp8_products, measure_power, measure_products
@@ -88,7 +89,8 @@ def _links(session: Session) -> Found:
 
 
 def _host(session: Session) -> Found:
-    return {"host_copy_bytes_seconds": measure_host_copies(session), "launch_seconds": measure_launch(session)}
+    copies, launch_s = measure_host_copies(session), measure_launch(session)
+    return {"host_copy_bytes_seconds": copies, "launch_seconds": launch_s, "hosts": measure_hosts(session)}
 
 
 def _fp8(session: Session) -> Found:

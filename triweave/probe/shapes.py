@@ -122,5 +122,7 @@ def layer_shapes(small: bool, tp: int) -> tuple[LayerShape, ...]:
     if small:
         return (LayerShape(models(True)[0], 1, 64),)
     eight, seventy, one, _ = models(False)
-    shapes = [LayerShape(eight, 1, 8192), LayerShape(seventy, 1, 4096), LayerShape(eight, 1, 4096)]
-    return (*shapes, LayerShape(eight, 2, 8192) if tp > 1 else LayerShape(one, 1, 8192))
+    shapes = [LayerShape(eight, 1, 8192), LayerShape(seventy, 1, 4096)]
+    # Over several ranks smaller ones take the host as long as the GPU, and say nothing of it.
+    small_ones = [LayerShape(eight, 1, 4096), LayerShape(one, 1, 8192)]
+    return (*shapes, *([LayerShape(eight, 2, 8192)] if tp > 1 else small_ones))

@@ -79,6 +79,14 @@ def _rest(profile: Profile) -> Iterator[str]:
         lost = slowdown.seconds_lost_per_second
         yield f"{f'products beside {slowdown.beside}':32} lose {lost:.3f} s a second"
     yield from _layers(profile)
+    for host in profile.hosts:
+        what = "+".join(host.recompute) or "nothing"
+        among = f"dp, {host.shard}" if host.shard is not None else f"tp {host.tp}"
+        backward = host.backward_input_seconds + host.backward_weight_seconds
+        yield (
+            f"{f'host, {among}, {what} again':40} {1e3 * host.forward_seconds:8.2f} ms forward,"
+            f" {1e3 * backward:.2f} backward a layer"
+        )
     if profile.launch_seconds is not None:
         yield f"{'launch of a kernel':24} {1e6 * profile.launch_seconds:8.1f} us"
 
@@ -95,8 +103,8 @@ def _layers(profile: Profile) -> Iterator[str]:
             waits = ", waits for the host" if held.waits_for_host else ""
             priced[number] = f"; its parts {100 * ahead:+.1f} % and {100 * back:+.1f} %{waits}"
     for (tp, batch, seq, hidden, _, heads, _, _, *seconds), beside in zip(profile.layers, priced, strict=True):
-        forward, backward, *host = (1e3 * one for one in seconds)
+        forward, backward = (1e3 * one for one in seconds)
         yield (
             f"layer, tp {tp}, {batch} x {seq}, hidden {hidden}, {heads} heads: {forward:.2f} ms forward,"
-            f" {backward:.2f} backward; the host issues it in {sum(host):.2f}{beside}"
+            f" {backward:.2f} backward{beside}"
         )

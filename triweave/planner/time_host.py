@@ -1,0 +1,61 @@
+"""What the host needs to issue the actions of a step: launches, autograd, hooks, its part of communication.
+
+A probe measures our trainer's layer as training issues it, for each axis and for what is recomputed; of other stacks
+it is one of their constants. Whether a step waits for its host is `time_pipeline`'s to say: the host runs ahead of the
+GPU, so that one slow action is hidden by the work before it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from operator import add, sub
+
+from triweave.layout import Layout, Recompute, Shard
+from triweave.planner.time_parts import Place
+from triweave.planner.time_pipeline import StageCost
+
+_HEAD_LAUNCHES = 24
+"""Kernels of norm, head and loss, forward; about as many backward."""
+_REPEATED: dict[Recompute, float] = {"norm": 0.1, "swiglu": 0.1, "attention": 0.4, "mlp": 0.4, "layer": 1.0}
+"""Share of a layer's launches forward that are issued again, where it was not measured."""
+
+
+def stage_hosts(place: Place, layout: Layout) -> tuple[StageCost, ...]:
+    """Seconds of the host for one micro-batch on each virtual stage."""
+    layer = layer_host(place, layout.shard if layout.replicas > 1 else None)
+    launch_s = place.trainer.launch_s or 0.0 if place.trainer is not None else 0.0
+    found = []
+    for stage, count in enumerate(layout.layers):
+        ends = _HEAD_LAUNCHES * launch_s if stage == layout.num_stages - 1 else 0.0
+        halves = count * layer.forward + ends, count * layer.backward_input + ends, count * layer.backward_weight
+        found.append(StageCost(*halves))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def layer_host(place: Place, shard: Shard | None) -> StageCost:
+    """Of one layer for one micro-batch; what runs again is in the input half of backward.
+
+    What hooks and reductions of data-parallel ranks add was measured without tensor parallelism, and is added to it.
+    """
+    known = place.trainer.hosts if place.trainer is not None else {}
+    ranks = place.tp.ranks
+    if known and ranks not in {tp for tp, _, _ in known}:
+        # Flags and copies of a group that was not measured are at least those of the largest that was.
+        ranks = max(tp for tp, _, _ in known)
+    seconds = known.get((ranks, None, place.recompute))
+    if seconds is None:
+        return _of_stack(place)
+    hooked, plain = known.get((1, shard, ())), known.get((1, None, ()))
+    if hooked is not None and plain is not None:
+        more = map(sub, hooked, plain)
+        forward, backward_input, backward_weight = map(add, seconds, more)
+        return StageCost(forward, max(0.0, backward_input), max(0.0, backward_weight))
+    return StageCost(*seconds)
+
+
+def _of_stack(place: Place) -> StageCost:
+    host = place.stack.host
+    collectives = ((2 if place.tp.ranks > 1 else 0) + place.cp.ranks - 1) * host.collective
+    again = min(1.0, sum(_REPEATED[name] for name in place.recompute)) * (host.forward + collectives)
+    return StageCost(host.forward + collectives, 2 / 3 * host.backward + collectives + again, host.backward / 3)

@@ -1,0 +1,144 @@
+"""What the host needs to issue the trainer's layers: tiny tensors, many layers in a row, so that no GPU holds it up.
+
+One layer alone after a wait says two or three times as much: caches are cold then, and nothing is ahead.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from itertools import pairwise
+
+import torch
+
+from triweave.config.schema import DataConfig, ModelConfig, Run, TrainConfig
+from triweave.config.validate import ResolvedRun
+from triweave.dryrun.batch import make_batch
+from triweave.gradients import WeightGradients
+from triweave.groups import Group, alone
+from triweave.layers.attention import choose_kernel
+from triweave.layers.rotary import inverse_frequencies, make_rotation
+from triweave.layers.tensor_parallel import TensorParallel
+from triweave.layout import Layout, Recompute, Shard
+from triweave.llama import DecoderLayer
+from triweave.model_spec import ModelSpec
+from triweave.planner.profile import HostCost
+from triweave.planner.space import RECOMPUTE
+from triweave.probe.session import Session
+from triweave.schedule.actions import Kind
+from triweave.sharding import Unit, filling
+from triweave.training.clock import Clock
+from triweave.training.engine import build_engine
+from triweave.training.step import train_step
+from triweave.transport.choose import choose_transport
+
+SEQ = 64
+LAYERS = 16
+REPEATS = 12
+"""Of which the first quarter warms up."""
+STEPS, MICRO_BATCHES = 6, 4
+SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
+
+
+def tiny(ranks: int) -> ModelSpec:
+    """A model whose kernels take next to nothing, its heads as wide as those of real ones."""
+    heads = 2 * ranks
+    return ModelSpec(512, 64 * heads, 128 * heads, LAYERS, heads, heads, 64, max_position_embeddings=SEQ)
+
+
+def measure_hosts(session: Session) -> tuple[HostCost, ...]:
+    """Layers of one rank and of the largest tensor-parallel group, and what data-parallel ranks add."""
+    found = []
+    largest = session.groups[max(session.groups)] if session.groups else None
+    for group in [alone(), *([largest] if largest is not None else [])]:
+        for recompute in RECOMPUTE:
+            found.append(_layers(session, group, recompute))
+            session.tell("host", len(found) / 16)
+    if largest is not None and largest.size == session.group.size:
+        found += [_replicas(session, shard) for shard in SHARDS]
+    return tuple(found)
+
+
+def _layers(session: Session, group: Group, recompute: tuple[Recompute, ...]) -> HostCost:
+    spec, tp = tiny(group.size), group.size
+    shape = (SEQ // tp, 1, spec.hidden_size)
+    transport = choose_transport("auto", group, tp > 1, session.device, 2 * SEQ * spec.hidden_size)
+    later = WeightGradients()
+    ours = TensorParallel(group, tp > 1, weight_gradients=later, chosen=transport)
+    with torch.device("meta"):
+        layer = DecoderLayer(spec, ours, choose_kernel("auto", session.device), recompute)
+    layer.to(session.dtype).to_empty(device=session.device)
+    for parameter in layer.parameters():
+        parameter.data.fill_(0.01)
+    positions = torch.arange(SEQ, device=session.device).unsqueeze(1)
+    rotation = make_rotation(inverse_frequencies(spec).to(session.device), positions, session.dtype)
+    x, upstream = session.random(*shape), session.random(*shape)
+    times: tuple[list[float], list[float], list[float]] = ([], [], [])
+    for _ in range(2 if session.small else REPEATS):
+        session.meet(group)
+        marks = [time.perf_counter()]
+        y = x.detach().requires_grad_()
+        for _ in range(LAYERS):
+            y = layer(y, rotation, None)
+        marks.append(time.perf_counter())
+        with later.deferring() as put_off:
+            y.backward(upstream)
+        marks.append(time.perf_counter())
+        with torch.no_grad():
+            for work in put_off:
+                work()
+        marks.append(time.perf_counter())
+        for kept, (begin, end) in zip(times, pairwise(marks), strict=True):
+            kept.append((end - begin) / LAYERS)
+    session.meet(group)
+    medians = [statistics.median(one[len(one) // 4 :]) for one in times]
+    return HostCost(tp, None, recompute, *(round(one, 9) for one in session.worst(medians, group)))
+
+
+def _replicas(session: Session, shard: Shard) -> HostCost:
+    """Layers with the hooks and reductions of data parallelism over all ranks, as the trainer runs them."""
+    spec = tiny(1)
+    layout = Layout(dp=session.group.size, shard=shard, layers=(LAYERS,))
+    batch = MICRO_BATCHES * layout.dp
+    run = Run(
+        model=ModelConfig(path="", weights="random"),
+        data=DataConfig(train=("",), seq_len=SEQ, packing=False),
+        train=TrainConfig(global_batch=batch, steps=1),
+    )
+    resolved = ResolvedRun(run, spec, layout, None, MICRO_BATCHES, session.group.size)
+
+    def fill(units: list[Unit]) -> None:
+        for unit in filling(units):
+            unit.weight.fill_(0.01)
+
+    engine = build_engine(resolved, session.device, fill)
+    tokens = make_batch(resolved, session.device)
+    # The host's own clock, on whatever device it issues to.
+    clock = Clock(torch.device("cpu"))
+    clock.follow(engine.pipeline)
+    times: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+    for step in range(2 if session.small else STEPS):
+        session.meet()
+        clock.start()
+        train_step(engine, tokens, 1e-6, 1.0)
+        if step > 0:
+            for span in clock.stop()[1]:
+                times[span.action.kind].append(span.duration_s / LAYERS)
+    session.meet()
+    forward, backward = session.worst([statistics.median(found) for found in times.values()])
+    return HostCost(1, shard, (), round(forward, 9), round(backward, 9), 0.0)
+
+
+def measure_launch(session: Session) -> float:
+    """Seconds of the host for one kernel, the smallest there is."""
+    x = session.random(16)
+    count = 100 if session.small else 500
+    times = []
+    for _ in range(5):
+        session.wait()
+        begin = time.perf_counter()
+        for _ in range(count):
+            x.add_(1)
+        times.append((time.perf_counter() - begin) / count)
+    session.wait()
+    return round(session.worst([statistics.median(times)])[0], 9)
