@@ -4,7 +4,7 @@
     python bench/campaign.py --run --seconds 330            # two H200; appends rows, a second call goes on
     python bench/campaign.py --table                        # any machine; reads both files, computes nothing anew
     python bench/campaign.py --predict --run --table --times-only --seed 1 --profile here.yaml   # step times, in one go
-    python bench/campaign.py --predict --run --table --small --results /tmp/rehearsal   # a rehearsal on a CPU
+    python bench/campaign.py --predict --run --table --small --results rehearsal   # a rehearsal on a CPU
 
 `--predict` writes for every configuration what `triweave check` says of its ranks (allocated, reserved, used), what the
 planner's closed form says, and the planner's step time and range with the machine profile of `--profile`;
