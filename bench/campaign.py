@@ -4,7 +4,7 @@
     python bench/campaign.py --run --seconds 330            # two H200; appends rows, a second call goes on
     python bench/campaign.py --table                        # any machine; reads both files, computes nothing anew
     python bench/campaign.py --predict --run --table --times-only --seed 1 --profile here.yaml   # step times, in one go
-    python bench/campaign.py --predict --run --table --small --results rehearsal        # a rehearsal on a CPU
+    python bench/campaign.py --predict --run --table --small --results rehearsal   # a rehearsal on a CPU
 
 `--predict` writes for every configuration what `triweave check` says of its ranks (allocated, reserved, used), what the
 planner's closed form says, and the planner's step time and range with the machine profile of `--profile`;
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from campaign_cases import Case, draw_cases, from_json
 from campaign_measure import Session, run_campaign
-from campaign_table import closed_form_errors, summary, table
+from campaign_table import table
 
 from triweave.dryrun.memory import RankMemory, rank_memory
 from triweave.layout import Coordinates
@@ -124,8 +124,6 @@ def write_predictions(path: Path, profile: str, seed: int, *, small: bool, times
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**head, "cases": found}, indent=1), encoding="utf-8")
     print(f"predicted {len(cases)} configurations in {time.monotonic() - begin:.0f} s: {path}", file=sys.stderr)
-    errors = [off for one in found for off in closed_form_errors(one["predicted"])]
-    print(f"the closed form against the check, no GPU needed: {summary(errors)}")
 
 
 def _quiet() -> None:
