@@ -39,13 +39,16 @@ def layer_host(place: Place, shard: Shard | None) -> StageCost:
     What hooks and reductions of data-parallel ranks add was measured without tensor parallelism, and is added to it.
     """
     known = place.trainer.hosts if place.trainer is not None else {}
-    ranks = place.tp.ranks
+    # Without sequence parallelism there are no copies and flags: a layer of one rank and four all-reduces.
+    ranks = place.tp.ranks if place.sequence_parallel else 1
+    reductions = 2 * place.stack.host.collective if place.tp.ranks > ranks else 0.0
     if known and ranks not in {tp for tp, _, _ in known}:
         # Flags and copies of a group that was not measured are at least those of the largest that was.
         ranks = max(tp for tp, _, _ in known)
     seconds = known.get((ranks, None, place.recompute))
     if seconds is None:
         return _of_stack(place)
+    seconds = seconds[0] + reductions, seconds[1] + reductions, seconds[2]
     hooked, plain = known.get((1, shard, ())), known.get((1, None, ()))
     if hooked is not None and plain is not None:
         more = map(sub, hooked, plain)
