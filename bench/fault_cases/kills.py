@@ -95,6 +95,12 @@ def newest(output: Path) -> int:
     return int(names[0].removeprefix("step-")) if names else 0
 
 
+def first_step(output: Path, since: float) -> int | None:
+    """The first step that was done since a moment (seconds since the epoch); None if there was none."""
+    done = [event.step for event in read_events(output / FILE) if event.what == "step" and event.at > since]
+    return done[0] if done else None
+
+
 def campaign(name: str, keys: dict[str, Any], kills: int, out: Path, draw: random.Random) -> Row:
     """Kill the ranks of one layout so often, over as many runs as it takes."""
     keys = {**keys, "checkpoint.export": "true", "checkpoint.keep": 2}
@@ -110,12 +116,12 @@ def campaign(name: str, keys: dict[str, Any], kills: int, out: Path, draw: rando
     resolved, prepared = make_run(out, "killed", keys)
     output = Path(resolved.run.output_dir)
     while killed < kills or (output / "metrics.jsonl").exists():
-        before = newest(output)
+        before, begun_at = newest(output), time.time()
         plant: Plant = partial(kill_oneself, draw_kill(draw, resolved.layout.world_size, typical_s))
         outcome = start(resolved, prepared, plant) if killed < kills else start(resolved, prepared)
-        restored = [event.step for event in read_events(output / FILE) if event.what in ("start", "restore")]
-        if before and restored and restored[-1] not in (0, before):
-            wrong.append(f"went on from {restored[-1]} and not from {before}")
+        first = first_step(output, begun_at)
+        if first is not None and first != before + 1:
+            wrong.append(f"went on with step {first} where {before} was saved")
         if newest(output) < before:
             wrong.append(f"step {before} was lost")
         if outcome.code == 0:
