@@ -259,10 +259,10 @@ def test_templates_own_refusal_is_passed_on(tokenizer: TextTokenizer) -> None:
 )
 def test_hostile_template_comes_to_nothing(tokenizer: TextTokenizer, source: str, message: str) -> None:
     """Whatever reaches for Python, for files, or for endless time and space is refused, and quickly."""
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(CannotRender, match=message):
         render(make_chat_template(source, tokenizer, "x"), TALK, "all")
-    assert time.perf_counter() - began < 60  # 10 s and what a busy machine adds
+    assert time.process_time() - began < 20
     assert resource.getrlimit(resource.RLIMIT_AS) == LIMITS
 
 

@@ -108,7 +108,11 @@ class ArchiveReader:
             raise IndexError(f"{name}: {list(offsets)} + {list(sizes)} leaves {list(stored.shape)}")
         result = torch.empty(wanted[1], dtype=stored.dtype)
         filled: list[Window] = []
+        first, last = (wanted[0][0], wanted[0][0] + wanted[1][0]) if stored.shape else (0, 1)
         for piece in self._pieces[name]:
+            # A stacked tensor has thousands of pieces, and most are of another layer.
+            if stored.shape and not (piece.offsets[0] < last and first < piece.offsets[0] + piece.sizes[0]):
+                continue
             common = _intersection(wanted, (piece.offsets, piece.sizes))
             if common is not None:
                 self._fill(name, stored, piece, common, result, wanted[0])

@@ -3,8 +3,8 @@
 Jinja's sandbox keeps a template away from Python. What it does not do is end: nested loops run forever, and
 `'a' * 10**10`, `'a' | center(10**10)` or a text joined with itself fifty times take all memory. So compiling and
 rendering run with a limit of their own on the process's address space, and every turn of a loop, call, filter and test
-looks at a count of steps and at the processor time spent. Whole numbers are kept small, since arithmetic with millions of digits is
-one step that takes minutes.
+looks at a count of steps and at the processor time spent. Whole numbers are kept small, since arithmetic with millions
+of digits is one step that takes minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_STEPS = 300_000
-MAX_SECONDS = 10.0
+MAX_SECONDS = 3.0
 """Of the processor, for one rendering; a long conversation takes a hundredth of one."""
 MAX_MEMORY_BYTES = 2**29
 """What compiling or one rendering may take beside what the process has."""
