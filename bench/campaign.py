@@ -119,7 +119,7 @@ def write_predictions(path: Path, profile: str, seed: int, *, small: bool, times
             told = list(pool.map(partial(predict, profile=measured), cases))
     found = [{"case": case.to_json(), "predicted": one} for case, one in zip(cases, told, strict=True)]
     flags = f"{' --times-only' if times_only else ''}{' --small' if small else ''}"
-    command = f"python bench/campaign.py --predict --seed {seed} --profile {profile}{flags}"
+    command = f"python bench/campaign.py --predict --seed {seed} --profile {Path(profile).name}{flags}"
     head = {"command": command, "torch": torch.__version__, "profile": measured.source}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**head, "cases": found}, indent=1), encoding="utf-8")
