@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from triweave.errors import AnswerIsNo, InputError, Problem
-from triweave.training.process import Process, started_by_launcher
+from triweave.training.process import Process, let_segments_grow, started_by_launcher
 from triweave.training.processes import GRACE_S, Ending, _wait_for, run_ranks
 
 
@@ -173,3 +173,16 @@ def test_launcher_that_says_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(InputError) as refused:
         started_by_launcher()
     assert [problem.key for problem in refused.value.problems] == [name]
+
+
+@pytest.mark.parametrize("chosen", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocator_is_the_user_s_to_set_up(monkeypatch: pytest.MonkeyPatch, chosen: str | None) -> None:
+    """Segments grow unless the user has said anything of the allocator, by either of its names."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(chosen, "max_split_size_mb:64")
+    let_segments_grow()
+    set_up = os.environ.get(chosen or "PYTORCH_ALLOC_CONF")
+    assert set_up == ("max_split_size_mb:64" if chosen else "expandable_segments:True")
+    assert chosen != "PYTORCH_CUDA_ALLOC_CONF" or "PYTORCH_ALLOC_CONF" not in os.environ

@@ -48,8 +48,9 @@ def probe(
         raise InputError(Problem("--minutes", minutes, "must be above 0", "10"))
     if nproc is not None and nproc < 1:
         raise InputError(Problem("--nproc", nproc, "must be at least 1", "1"))
-    from triweave.training.process import started_by_launcher
+    from triweave.training.process import let_segments_grow, started_by_launcher
 
+    let_segments_grow()
     launched = started_by_launcher()
     if launched is not None and nproc is not None:
         raise InputError(Problem("--nproc", nproc, f"a launcher has started {launched.world_size} ranks already"))

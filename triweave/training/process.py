@@ -68,6 +68,14 @@ def started_by_launcher() -> Process | None:
     return Process(rank, world_size, local_rank, local_world_size)
 
 
+def let_segments_grow() -> None:
+    """Have torch's allocator on GPUs grow its segments, unless the user has set it up: `check` counts with it, and much
+    less is lost to fragments. Before torch is imported, here and in what this process starts.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def let_the_first_rank_speak() -> None:
     """Wait, on all ranks of a host but its first: what is wrong with the input is wrong for each of them.
 

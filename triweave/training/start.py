@@ -18,7 +18,7 @@ from triweave.config.load import load_run
 from triweave.config.schema import Run
 from triweave.config.validate import ResolvedRun, validate
 from triweave.errors import InputError, Problem
-from triweave.training.process import Process, started_by_launcher
+from triweave.training.process import Process, let_segments_grow, started_by_launcher
 
 if TYPE_CHECKING:
     from triweave.data.cache import PreparedData
@@ -58,6 +58,7 @@ def start(
         InputError: something is wrong with the run, or the ranks cannot be started here.
     """
     begun = time.time()
+    let_segments_grow()
     launched = started_by_launcher()
     run = load_run(run_file, overrides)
     if launched is not None and nproc is not None:
