@@ -69,8 +69,10 @@ def started_by_launcher() -> Process | None:
 
 
 def let_segments_grow() -> None:
-    """Have torch's allocator on GPUs grow its segments, unless the user has set it up: `check` counts with it, and much
-    less is lost to fragments. Before torch is imported, here and in what this process starts.
+    """Have torch's allocator on GPUs grow its segments, here and in what this process starts.
+
+    `check` counts with that, and much less is lost to fragments. To be called before torch is imported; who has set the
+    allocator up is left alone.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
