@@ -9,21 +9,6 @@ import torch
 from torch import Tensor
 
 
-def read_at(file: BinaryIO, position: int, length: int) -> bytes:
-    """Bytes `[position, position + length)` of `file`.
-
-    Raises:
-        OSError: it ends before.
-    """
-    content = os.pread(file.fileno(), length, position)
-    while len(content) < length:
-        more = os.pread(file.fileno(), length - len(content), position + len(content))
-        if not more:
-            raise OSError(f"ends at byte {position + len(content)}, before {position + length}")
-        content += more
-    return content
-
-
 def read_into(file: BinaryIO, position: int, target: Tensor) -> None:
     """Fill `target`, a contiguous tensor on the CPU, with the bytes of `file` from `position` on.
 

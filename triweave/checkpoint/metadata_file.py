@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from triweave.checkpoint.places import locate
+from triweave.checkpoint.saved_tensor import numbers_of
 from triweave.checkpoint.store import DamagedCheckpoint, plain_name, read_bytes
-from triweave.checkpoint.stored_tensor import numbers_of
 from triweave.checkpoint.writer import CONTENTS_FILE
 from triweave.errors import InputError, Problem
 

@@ -19,8 +19,7 @@ from math import prod
 from typing import Any, BinaryIO
 
 import torch
-
-from triweave.checkpoint.file_bytes import read_at
+from torch import Tensor
 
 MAX_DESCRIPTION_BYTES = 65_536
 """Of the pickle that describes one tensor; torch writes about 500."""
@@ -74,7 +73,7 @@ def find_saved_tensor(file: BinaryIO, offset: int, length: int) -> SavedTensor:
             f"holds {record.file_size} bytes, and {described.dtype} of shape {list(described.shape)} takes"
             f" {prod(described.shape) * described.dtype.itemsize}"
         )
-    header = read_at(file, offset + record.header_offset, _LOCAL_HEADER_BYTES)
+    header = _read_at(file, offset + record.header_offset, _LOCAL_HEADER_BYTES)
     names_bytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     begin = offset + record.header_offset + _LOCAL_HEADER_BYTES + names_bytes
     if begin + record.file_size > offset + length:
@@ -82,6 +81,31 @@ def find_saved_tensor(file: BinaryIO, offset: int, length: int) -> SavedTensor:
     if _checksum(file, begin, record.file_size) != record.CRC:
         raise ValueError("is damaged (its bytes do not match their checksum)")
     return SavedTensor(described.shape, described.dtype, begin)
+
+
+def numbers_of(archive: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor of a known shape and type in an archive of `torch.save`, held against its checksum.
+
+    Raises:
+        ValueError: the archive is damaged, or holds something else.
+    """
+    try:
+        found = find_saved_tensor(io.BytesIO(archive), 0, len(archive))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"a part of a tensor {error}") from None
+    if (found.shape, found.dtype) != (tuple(shape), dtype):
+        raise ValueError(f"a part of a tensor is {found.dtype} {list(found.shape)}, and not {dtype} {list(shape)}")
+    # A copy: torch wants memory that it may write to, aligned.
+    data = memoryview(archive)[found.begin : found.begin + prod(shape) * dtype.itemsize]
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+
+
+def _read_at(file: BinaryIO, position: int, length: int) -> bytes:
+    file.seek(position)
+    content = file.read(length)
+    if len(content) < length:
+        raise OSError(f"ends at byte {position + len(content)}, before {position + length}")
+    return content
 
 
 def _refuse_compressed(records: Any) -> None:
@@ -94,7 +118,7 @@ def _refuse_compressed(records: Any) -> None:
 def _checksum(file: BinaryIO, begin: int, length: int) -> int:
     checksum = 0
     for at in range(begin, begin + length, _BLOCK_BYTES):
-        checksum = zlib.crc32(read_at(file, at, min(_BLOCK_BYTES, begin + length - at)), checksum)
+        checksum = zlib.crc32(_read_at(file, at, min(_BLOCK_BYTES, begin + length - at)), checksum)
     return checksum
 
 
