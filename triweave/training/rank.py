@@ -41,9 +41,13 @@ class Rank:
     def check_collectives(self) -> None:
         """See that all ranks have called the same collectives so far. All ranks call it together, after a step.
 
+        Of gloo's only: NCCL's records have not been held against this yet, and a false alarm would stop a good run.
+
         Raises:
             RunFailed: one has not.
         """
+        if self.device.type == "cuda":
+            return
         check_collectives(self.meeting, self.process.rank, self.process.world_size, self.timeout_s)
 
 
