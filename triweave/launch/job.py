@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import posixpath
 from dataclasses import dataclass
+from typing import Literal
 
 from triweave.cluster import Cluster
 from triweave.config.validate import ResolvedRun
 from triweave.errors import InputError, Problem
 from triweave.planner.time_step import predict_step
 
+Kind = Literal["job", "jobset", "trainjob"]
+"""Kubernetes: an indexed Job, a JobSet, or Kubeflow's TrainJob."""
 STOPPED_FILE = "stopped.json"
 """In the run's folder while it stands stopped on request: engines ask it, for torchrun leaves with 1 anyhow."""
-PORT = 29500
 START_S = 600
 """Allowed for starting, loading and exporting, in a time limit that is predicted."""
 MARGIN = 1.25
@@ -55,6 +57,8 @@ class Settings:
     """Container image with triweave in it."""
     claim: str | None = None
     """Kubernetes: the PersistentVolumeClaim that is mounted at `workdir`."""
+    kind: Kind = "job"
+    """Kubernetes: what is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Job:
     """A run as a scheduler sees it."""
 
     name: str
+    cluster: Cluster
     num_nodes: int
     gpus_per_node: int
     """Ranks of a node."""
@@ -124,6 +129,7 @@ def make_job(resolved: ResolvedRun, settings: Settings) -> Job:
         raise InputError(Problem("--warning", warning_s, rule, str(limit_s // 2)))
     return Job(
         name=name,
+        cluster=cluster,
         num_nodes=cluster.num_nodes,
         gpus_per_node=cluster.gpus_per_node,
         gpu=None if cluster.gpu.name == "cpu" else cluster.gpu.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from triweave.config.validate import ResolvedRun
 from triweave.launch.job import Job
@@ -47,31 +48,48 @@ def torchrun(job: Job) -> str:
     return f"-m torch.distributed.run --nnodes={job.num_nodes} --nproc-per-node={job.gpus_per_node}"
 
 
-def node_script(resolved: ResolvedRun, job: Job, python: str, *, head: Sequence[str], restarts: int = 0) -> str:
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What differs between engines in the script of a node."""
+
+    head: Sequence[str] = ()
+    """Comment lines that say how to use it."""
+    before: Sequence[str] = ()
+    """Lines to run first."""
+    words: str | None = None
+    """What triweave is told, as bash; None is what the job says."""
+    restarts: int = 0
+    """Starts after a crash that torchrun makes by itself: on one node, where its ranks meet anew."""
+    join_s: int | None = None
+    """In which all nodes must have come; None leaves it to torchrun."""
+    stop_at_end_of_input: bool = False
+    """Whether whoever holds the other end of its input may be killed, and the ranks are then to save and leave."""
+
+
+def node_script(resolved: ResolvedRun, job: Job, python: str, node: Node) -> str:
     """A script that runs a node's ranks, to be started once on every node, whoever starts it.
 
     It takes NODE_RANK, MASTER_ADDR and MASTER_PORT from its environment. On SIGTERM or SIGUSR1 it asks the ranks, and
     not torchrun, to stop: torchrun would kill them 30 s later. It leaves with 75 when the run stopped with everything
     saved, and else with torchrun's own code.
-
-    Args:
-        resolved: the run.
-        job: the same, as engines see it.
-        python: the interpreter of the nodes.
-        head: comment lines that say how to use it.
-        restarts: starts after a crash that torchrun makes by itself; on one node only, where it can.
     """
     several = job.num_nodes > 1
     rank = "${NODE_RANK:?is the number of this node, from 0}" if several else "${NODE_RANK:-0}"
     address = "${MASTER_ADDR:?is the host of node 0}" if several else "${MASTER_ADDR:-127.0.0.1}"
-    again = [f"  --max-restarts={restarts} \\"] if restarts and not several else []
-    assert_cluster = resolved.cluster
-    told = variables(resolved, assert_cluster) if assert_cluster is not None else ()
+    options = [
+        *([f"  --max-restarts={node.restarts} \\"] if node.restarts and not several else []),
+        *([f"  --rdzv-conf=timeout={node.join_s} \\"] if node.join_s is not None else []),
+    ]
+    words = " ".join(shlex.quote(word) for word in job.words) if node.words is None else node.words
+    watch = [
+        *comment("Where this script is killed, the end of its input is seen by what it leaves behind."),
+        "(cat > /dev/null; ask_to_stop) &",
+    ]
     return "\n".join(
         [
             "#!/bin/bash",
-            *head,
-            "#",
+            *node.head,
+            *(["#"] if node.head else []),
             *summary(resolved, job),
             "set -uo pipefail",
             "",
@@ -81,9 +99,10 @@ def node_script(resolved: ResolvedRun, job: Job, python: str, *, head: Sequence[
             *comment("`train` compares this with where its ranks are, and refuses to begin if they are elsewhere."),
             f'export {NODE_RANK}="$node_rank"',
             "",
-            *exports(told),
+            *exports(variables(resolved, job)),
             *comment(LEFT_TO_THE_SITE),
             "",
+            *node.before,
             f"cd -- {shlex.quote(job.workdir)} || exit 2",
             f"stopped={shlex.quote(job.stopped_file)}",
             *comment("Pinned buffers and InfiniBand want locked memory; where the hard limit is lower, it stays."),
@@ -96,8 +115,8 @@ def node_script(resolved: ResolvedRun, job: Job, python: str, *, head: Sequence[
             ),
             f"{shlex.quote(python)} {torchrun(job)} \\",
             '  --node-rank="$node_rank" --master-addr="$master" --master-port="$port" \\',
-            *again,
-            "  -m triweave " + " ".join(shlex.quote(word) for word in job.words) + " &",
+            *options,
+            f"  -m triweave {words} < /dev/null &",
             "agent=$!",
             "",
             *comment(
@@ -110,13 +129,12 @@ def node_script(resolved: ResolvedRun, job: Job, python: str, *, head: Sequence[
             "  done",
             "}",
             "trap ask_to_stop TERM USR1",
+            *(watch if node.stop_at_end_of_input else []),
             "",
-            *comment("`wait` returns when a signal comes, and when torchrun has left."),
-            "while true; do",
-            '  wait "$agent"',
-            "  code=$?",
-            '  kill -0 "$agent" 2>/dev/null || break',
-            "done",
+            *comment("`wait` returns when a signal comes; the last one has the exit code."),
+            'while kill -0 "$agent" 2>/dev/null; do wait "$agent"; done',
+            'wait "$agent"',
+            "code=$?",
             *comment("torchrun leaves with 1 whatever the ranks say; the file says that they saved and may go on."),
             'if [ "$code" != 0 ] && [ -e "$stopped" ]; then exit 75; fi',
             'exit "$code"',

@@ -34,8 +34,8 @@ def command(resolved: ResolvedRun, settings: Settings, folder: str) -> str:
 def directive(option: str, value: str) -> str:
     r"""One `#SBATCH` line, read by sbatch as `value` whatever it holds.
 
-    sbatch splits at blanks outside quotes, and knows a backslash before one character inside them, where a bare # would begin
-    a comment all the same (`_get_argument` of its opt.c; tried with 22.05).
+    sbatch splits at blanks outside quotes, and knows a backslash before one character inside them, where a bare # would
+    begin a comment all the same (`_get_argument` of its opt.c; tried with 22.05).
 
     >>> print(directive("job-name", "a b's #1"))
     #SBATCH --job-name="a b's \#1"
@@ -51,8 +51,6 @@ def _sbatch(resolved: ResolvedRun, settings: Settings, job: Job) -> str:
     if "\\" in job.output_dir:
         rule = "must hold no backslash: Slurm would not fill in the job's number in the name of its log"
         raise InputError(Problem("output_dir", job.output_dir, rule))
-    cluster = resolved.cluster
-    told = variables(resolved, cluster) if cluster is not None else ()
     log = job.output_dir.replace("%", "%%") + "/slurm-%j.out"
     site = {"partition": settings.partition, "account": settings.account}
     return "\n".join(
@@ -83,7 +81,7 @@ def _sbatch(resolved: ResolvedRun, settings: Settings, job: Job) -> str:
             "  exit 2",
             "fi",
             "",
-            *exports(told),
+            *exports(variables(resolved, job)),
             *comment(LEFT_TO_THE_SITE),
             "",
             *comment("Slurm's own order of the nodes, so that pipeline neighbours are neighbours of the network."),
@@ -115,12 +113,10 @@ def _sbatch(resolved: ResolvedRun, settings: Settings, job: Job) -> str:
             '        -m triweave "$@"\' \\',
             "    " + " ".join(shlex.quote(word) for word in (settings.python, *job.words)) + " &",
             "  step=$!",
-            *comment_inside("`wait` returns when the warning comes, and when srun has left."),
-            "  while true; do",
-            '    wait "$step"',
-            "    code=$?",
-            '    kill -0 "$step" 2>/dev/null || break',
-            "  done",
+            *comment_inside("`wait` returns when the warning comes; the last one has the exit code."),
+            '  while kill -0 "$step" 2>/dev/null; do wait "$step"; done',
+            '  wait "$step"',
+            "  code=$?",
             "}",
             "",
             "run_ranks",

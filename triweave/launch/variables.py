@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triweave.cluster import Cluster
 from triweave.config.validate import ResolvedRun
+from triweave.launch.job import Job
 
 NODE_RANK = "TRIWEAVE_NODE_RANK"
 """The number that a launch file gives a node; `train` compares it with the ranks that came there."""
@@ -20,9 +20,9 @@ class Variable:
     reason: str
 
 
-def variables(resolved: ResolvedRun, cluster: Cluster) -> tuple[Variable, ...]:
+def variables(resolved: ResolvedRun, job: Job) -> tuple[Variable, ...]:
     """What a run wants of its environment; sites add what their network needs."""
-    on_gpus = cluster.gpu.name != "cpu"
+    on_gpus = job.gpu is not None
     layout = resolved.layout
     told = [
         Variable("PYTHONUNBUFFERED", "1", "The log has a line when it is written, not when a buffer is full."),
@@ -48,7 +48,7 @@ def variables(resolved: ResolvedRun, cluster: Cluster) -> tuple[Variable, ...]:
                 " hold up all others.",
             )
         )
-    if cluster.num_nodes > 1:
+    if job.num_nodes > 1:
         told.append(
             Variable(
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
