@@ -1,7 +1,7 @@
 """Reads a bash script that starts Megatron-LM, without running it: what the last and longest command line is given.
 
-Variables and arrays are filled in as far as the script itself sets them. What bash alone could tell (`$(...)`, `$1`, the
-environment) stays as it is written.
+Variables and arrays are filled in as far as the script itself sets them. What bash alone could tell (`$(...)`, `$1`,
+the environment) stays as it is written.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?[-=]([^}]*)|:?\?[^}]*)?\}|([A-Za-z_]\w*))")
 _LONE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?")
 _BEFORE = ("export", "local", "declare", "readonly")
+_REDIRECTION = re.compile(r"\d?[<>]")
 MOST_DEPTH = 8
 """Variables within variables: deeper, they hold themselves."""
 
@@ -35,7 +36,7 @@ class Script:
 class _Lines(io.StringIO):
     """Gives a comment's text without the line break that ends it: shlex would swallow both."""
 
-    def readline(self, size: int | None = -1, /) -> str:
+    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]  # typeshed's base is of bytes
         """The rest of the line."""
         begin = self.tell()
         text = super().readline()
@@ -56,7 +57,7 @@ def read_script(text: str) -> Script:
     best: list[str] = []
     for statement in _statements(text):
         words = _assign(statement, scalars, arrays, exported)
-        filled = [one for word in words for one in _fill(word, scalars, arrays)]
+        filled = [one for word in words if not _REDIRECTION.match(word) for one in _fill(word, scalars, arrays)]
         if sum(word.startswith("--") for word in filled) >= max(1, sum(word.startswith("--") for word in best)):
             best = filled
     file = next((number for number, word in enumerate(best) if word.endswith(".py")), None)
@@ -80,36 +81,36 @@ def _statements(text: str) -> Iterator[Statement]:
     statement: Statement = []
     array: tuple[str, bool, list[str]] | None = None
     substituted = 0
-    for token in _tokens(reader):
+    for mark in _tokens(reader):
         if substituted:
             # Inside $( ... ): nothing of it is known.
-            substituted += {"(": 1, ")": -1}.get(token, 0)
+            substituted += {"(": 1, ")": -1}.get(mark, 0)
         elif array is not None:
-            if token == ")":
+            if mark == ")":
                 statement.append(array)
                 array = None
-            elif token != "\n":
-                array[2].append(token)
-        elif token == "(" and statement and isinstance(statement[-1], str) and statement[-1].endswith("$"):
+            elif mark != "\n":
+                array[2].append(mark)
+        elif mark == "(" and statement and isinstance(statement[-1], str) and statement[-1].endswith("$"):
             statement[-1] += "(...)"
             substituted = 1
-        elif token == "(" and statement and isinstance(last := statement[-1], str) and last.endswith("="):
+        elif mark == "(" and statement and isinstance(last := statement[-1], str) and last.endswith("="):
             statement.pop()
             array = (last.rstrip("+="), last.endswith("+="), [])
-        elif token in "();|&\n":
+        elif mark in "();|&\n":
             if statement:
                 yield statement
             statement = []
         else:
-            statement.append(token)
+            statement.append(mark)
     if statement:
         yield statement
 
 
 def _tokens(reader: shlex.shlex) -> Iterator[str]:
     """Tokens, every mark of its own."""
-    for token in reader:
-        yield from token if token and set(token) <= set("();|&\n") else (token,)
+    for mark in reader:
+        yield from mark if mark and set(mark) <= set("();|&\n") else (mark,)
 
 
 def _assign(
