@@ -68,7 +68,7 @@ def command(resolved: ResolvedRun, settings: Settings, folder: str) -> str:
 def _name_problems(key: str, name: str, most: int) -> list[Problem]:
     if len(name) <= most and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
         return []
-    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-0123456789")[:most].strip("-")
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).lstrip("-0123456789")[:most].strip("-")
     rule = f"must be a DNS label of at most {most} characters: a-z, 0-9 and -, a letter first"
     return [Problem(key, repr(name), rule, plain or "run")]
 

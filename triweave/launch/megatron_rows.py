@@ -168,7 +168,8 @@ ROWS: dict[str, Row] = {
 """By argument."""
 
 _OF_THE_MODEL = """
-    for name in ( max-position-embeddings position-embedding-type rotary-base rotary-percent
+    num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention
+    num-query-groups max-position-embeddings position-embedding-type rotary-base rotary-percent
     use-rotary-position-embeddings no-position-embedding use-rope-scaling rope-scaling-factor normalization
     norm-epsilon swiglu disable-bias-linear add-qkv-bias qk-layernorm untie-embeddings-and-output-weights
     vocab-size make-vocab-size-divisible-by init-method-std vocab-file merge-file tokenizer-type

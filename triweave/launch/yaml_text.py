@@ -18,7 +18,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in text else None if yaml_text(text) == text else '"'
+    # What begins with a digit or a point may be a number: 1e5 and 0o17 are of YAML 1.2, 1:30 of YAML 1.1.
+    plain = (text[:1].isalpha() or text[:1] == "/") and yaml_text(text) == text
+    style = "|" if "\n" in text else None if plain else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
