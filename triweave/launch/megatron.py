@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 
 from triweave.config.validate import ResolvedRun
-from triweave.errors import InputError, Problem
 from triweave.launch.job import Job, Settings, make_job
 from triweave.launch.megatron_arguments import SHELL_VALUES, Argument, export
 from triweave.launch.shell import LEFT_TO_THE_SITE, comment, exports, summary, torchrun
@@ -20,17 +19,9 @@ def files(resolved: ResolvedRun, settings: Settings) -> dict[str, str]:
     """The script, by its name.
 
     Raises:
-        InputError: as `make_job`; a schedule that Megatron refuses in its first step.
+        InputError: as `make_job`.
     """
     job = make_job(resolved, settings)
-    layout = resolved.layout
-    if layout.vpp > 1 and resolved.num_micro_batches % layout.pp:
-        rule = (
-            f"makes {resolved.num_micro_batches} micro-batches: Megatron's interleaved schedule wants a multiple of the"
-            f" {layout.pp} pipeline ranks"
-        )
-        whole = max(1, resolved.num_micro_batches // layout.pp) * layout.pp * layout.dp * layout.micro_batch
-        raise InputError(Problem("train.global_batch", resolved.run.train.global_batch, rule, str(whole)))
     return {f"{job.name}.megatron.sh": _script(resolved, settings, job)}
 
 

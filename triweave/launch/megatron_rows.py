@@ -181,7 +181,7 @@ _BECAUSE = {
     "it is always so here": """
         calculate-per-token-loss overlap-grad-reduce overlap-param-gather accumulate-allreduce-grads-in-fp32
         attention-softmax-in-fp32 cross-entropy-loss-fusion ckpt-fully-parallel-save
-        ckpt-fully-parallel-load log-throughput overlap-p2p-communication tp-comm-overlap reset-position-ids
+        ckpt-fully-parallel-load log-throughput tp-comm-overlap reset-position-ids
         reset-attention-mask distributed-backend use-persistent-ckpt-worker
     """,
     "Megatron itself takes no notice of it any more": """
@@ -214,7 +214,7 @@ _BECAUSE = {
         lr-decay-iters lr-decay-samples lr-warmup-init
     """,
     "nothing to be set": """
-        manual-gc manual-gc-interval manual-gc-eval empty-unused-memory-level
+        manual-gc manual-gc-interval empty-unused-memory-level
     """,
 }
 
