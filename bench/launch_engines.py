@@ -4,7 +4,7 @@
     python bench/launch_engines.py [--ray PYTHON] [--markdown FILE]
 
 Job, Service and ConfigMap are validated strictly against the schemas of Kubernetes 1.37. TrainJob and JobSet are read
-by the models of Kubeflow's own package and must come out as they went in, which finds every field that they do not know.
+by the models of Kubeflow's own package and must come out as they went in, which finds fields that they do not know.
 A task is read by SkyPilot. PYTHON is an interpreter with triweave and torch: then a cluster of two Ray nodes is started
 on this machine, and the driver trains a tiny model on it, is told to stop, is killed, and goes on. Each file is also
 shown with a planted fault.
@@ -13,6 +13,7 @@ shown with a planted fault.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import os
@@ -129,7 +130,7 @@ RUN_FILE = """\
 model: {path: model, dtype: float32, weights: random}
 cluster: 2x2xcpu
 layout: {tp: 2, pp: 2}
-data: {train: train.txt, validation: 0, seq_len: 64, format: text}
+data: {train: train.txt, validation: 0, seq_len: 64, format: text, too_long: split}
 train: {steps: 400, global_batch: 8}
 optimizer: {warmup_steps: 2}
 checkpoint: {export: false}
@@ -159,7 +160,8 @@ def ray_run(python: str) -> list[tuple[str, str]]:
         subprocess.run([python, "-c", f"{make}from pathlib import Path; make_workspace(Path({name!r}))"], check=True)
         (folder / "train.txt").write_text("One two three four five six seven eight nine ten. " * 4000)
         (folder / "run.yaml").write_text(RUN_FILE)
-        run = validate(load_run(folder / "run.yaml"), dry=True)
+        with contextlib.chdir(folder):
+            run = validate(load_run(folder / "run.yaml"), dry=True)
         for file, text in ray.files(run, Settings("run.yaml", name, python=python)).items():
             (folder / file).write_text(text)
         cluster = subprocess.Popen([sys.executable, "-c", TWO_NODES], env=environment, stdout=-1, stdin=-1, text=True)
