@@ -23,6 +23,7 @@ from triweave.config.validate import ResolvedRun
 from triweave.errors import RunFailed
 from triweave.recovery.statement import Collective, recorded_collectives
 
+DIFFER = "the ranks do not do the same"
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives of which every member must give as much, of the same type (the names begin like this)."""
 
@@ -58,9 +59,9 @@ def check_same(store: Store | None, rank: int, world_size: int, facts: Mapping[s
     """
     if store is None:
         return
-    others = _exchange(store, "facts", rank, world_size, json.dumps(facts), timeout_s)
+    others = exchange(store, "facts", rank, world_size, json.dumps(facts), timeout_s)
     problems = differing_facts([json.loads(text) for text in others]) if rank == 0 else []
-    _agree(store, "facts", rank, problems, timeout_s)
+    agree(store, "facts", rank, problems, timeout_s)
 
 
 def check_collectives(store: Store | None, rank: int, world_size: int, timeout_s: float) -> None:
@@ -71,9 +72,9 @@ def check_collectives(store: Store | None, rank: int, world_size: int, timeout_s
     """
     if store is None:
         return
-    others = _exchange(store, "collectives", rank, world_size, _to_json(recorded_collectives()), timeout_s)
+    others = exchange(store, "collectives", rank, world_size, _to_json(recorded_collectives()), timeout_s)
     problems = differing_collectives([_from_json(text) for text in others]) if rank == 0 else []
-    _agree(store, "collectives", rank, problems, timeout_s)
+    agree(store, "collectives", rank, problems, timeout_s)
 
 
 def differing_facts(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
@@ -137,8 +138,12 @@ def _from_json(text: str) -> Calls:
     return {group: {number: call(number, kind) for number, kind in calls} for group, calls in said["calls"].items()}
 
 
-def _exchange(store: Store, what: str, rank: int, world_size: int, mine: str, timeout_s: float) -> list[str]:
-    """Give this rank's text; rank 0 gets everybody's, the others none."""
+def exchange(store: Store, what: str, rank: int, world_size: int, mine: str, timeout_s: float) -> list[str]:
+    """Give this rank's text; rank 0 gets everybody's, the others none.
+
+    Raises:
+        RunFailed: a rank has not given its text within `timeout_s`.
+    """
     store.set(f"{what}/{rank}", mine)
     if rank:
         return []
@@ -151,8 +156,14 @@ def _exchange(store: Store, what: str, rank: int, world_size: int, mine: str, ti
     return [store.get(key).decode() for key in keys]
 
 
-def _agree(store: Store, what: str, rank: int, problems: Sequence[str], timeout_s: float) -> None:
-    """Fail on all ranks if rank 0 has found a problem."""
+def agree(
+    store: Store, what: str, rank: int, problems: Sequence[str], timeout_s: float, headline: str = DIFFER
+) -> None:
+    """Fail on all ranks if rank 0 has found a problem.
+
+    Raises:
+        RunFailed: it has; the message begins with `headline`.
+    """
     key = f"{what}/verdict"
     if rank == 0:
         store.set(key, "\n".join(problems))
@@ -160,7 +171,7 @@ def _agree(store: Store, what: str, rank: int, problems: Sequence[str], timeout_
         store.wait([key], timedelta(seconds=timeout_s))
     verdict = store.get(key).decode()
     if verdict:
-        raise RunFailed(f"the ranks do not do the same:\n{verdict}")
+        raise RunFailed(f"{headline}:\n{verdict}")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
