@@ -131,7 +131,7 @@ model: {path: model, dtype: float32, weights: random}
 cluster: 2x2xcpu
 layout: {tp: 2, pp: 2}
 data: {train: train.txt, validation: 0, seq_len: 64, format: text, too_long: split}
-train: {steps: 400, global_batch: 8}
+train: {steps: 90, global_batch: 8}
 optimizer: {warmup_steps: 2}
 checkpoint: {export: false}
 runtime: {device: cpu}
@@ -171,13 +171,13 @@ def ray_run(python: str) -> list[tuple[str, str]]:
         try:
             driver = [sys.executable, "out.ray.py"]
             first = subprocess.Popen(driver, cwd=folder, env=environment)
-            _wait(lambda: _steps(folder) >= 20)
+            _wait(lambda: _steps(folder) >= 10)
             first.terminate()
-            said.append(("driver told to stop (SIGTERM) after 20 steps: exit code", str(first.wait(timeout=120))))
+            said.append(("driver told to stop (SIGTERM) after 10 steps: exit code", str(first.wait(timeout=120))))
             at = json.loads((folder / "out" / "stopped.json").read_text())["step"]
             said.append(("saved and stopped at step", str(at)))
             killed = subprocess.Popen(driver, cwd=folder, env=environment)
-            _wait(lambda: _steps(folder) >= at + 20)
+            _wait(lambda: _steps(folder) >= at + 10)
             killed.kill()
             _wait((folder / "out" / "stopped.json").exists)
             said.append(("driver killed: the ranks saved and stopped by themselves at step", _stopped(folder)))
@@ -214,7 +214,7 @@ def _locked(folder: Path) -> bool:
     return (folder / "out" / "lock.json").exists()
 
 
-def _wait(done: Callable[[], bool], limit_s: float = 120) -> None:
+def _wait(done: Callable[[], bool], limit_s: float = 200) -> None:
     end = time.monotonic() + limit_s
     while not done():
         if time.monotonic() > end:

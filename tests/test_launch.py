@@ -77,7 +77,11 @@ def sbatch_argument(line: str) -> str:
 @pytest.mark.parametrize("engine", ["torchrun", "slurm", "ray", "megatron"])
 def test_scripts_are_bash(engine: str) -> None:
     """Every script that is written can be read by bash, with a name and a folder that need quotes."""
-    for name, text in ENGINES[engine].files(RUN, settings(name="it's a $run", workdir="/a b/it's")).items():
+    for name, text in (
+        ENGINES[engine]
+        .files(RUN, settings(name=None if engine == "ray" else "it's a $run", workdir="/a b/it's"))
+        .items()
+    ):
         if not name.endswith(".py"):
             check_bash(text)
         else:
@@ -222,9 +226,9 @@ def test_node_script_passes_exit_codes_on(tmp_path: Path) -> None:
     assert code(stopping, "1") == 75
 
 
-def test_signal_goes_to_the_ranks_and_not_to_torchrun(tmp_path: Path) -> None:
-    """SIGTERM to the script reaches torchrun's children as SIGUSR1, and torchrun itself not at all."""
-    agent = tmp_path / "agent"
+def fake_torchrun(folder: Path) -> Path:
+    """A stand-in for torchrun with one rank: both write down that they were asked, or killed."""
+    agent = folder / "agent"
     agent.write_text(
         "#!/bin/bash\ntrap 'echo killed >> \"$RECORD\"' TERM USR1\n"
         'bash -c \'trap "echo asked >> $RECORD; exit 0" USR1; echo ready >> "$RECORD"; '
@@ -232,17 +236,46 @@ def test_signal_goes_to_the_ranks_and_not_to_torchrun(tmp_path: Path) -> None:
         "wait $!\nexit 7\n"
     )
     agent.chmod(0o755)
-    run = resolved_run(cluster="1x8xh100-80gb", layout__pp="1", model__path="meta-llama/Llama-3.1-8B")
-    script = text_of("torchrun", run, workdir=str(tmp_path), python=str(agent))
+    return agent
+
+
+def wait_for(record: Path, word: str) -> None:
+    """Wait until a stand-in has written `word`."""
+    end = time.monotonic() + 30
+    while not (record.exists() and word in record.read_text().split()):
+        assert time.monotonic() < end, f"no {word}"
+        time.sleep(0.05)
+
+
+ONE_NODE = {"cluster": "1x8xh100-80gb", "layout__pp": "1", "model__path": "meta-llama/Llama-3.1-8B"}
+
+
+def test_signal_goes_to_the_ranks_and_not_to_torchrun(tmp_path: Path) -> None:
+    """SIGTERM to the script reaches torchrun's children as SIGUSR1, and torchrun itself not at all."""
+    script = text_of("torchrun", resolved_run(**ONE_NODE), workdir=str(tmp_path), python=str(fake_torchrun(tmp_path)))
     record = tmp_path / "record"
     started = subprocess.Popen(["bash", "-c", script], env={**os.environ, "RECORD": str(record)})
-    for _ in range(200):
-        if record.exists() and "ready" in record.read_text():
-            break
-        time.sleep(0.05)
+    wait_for(record, "ready")
     started.send_signal(signal.SIGTERM)
     assert started.wait(timeout=20) == 7
     assert record.read_text().split() == ["ready", "asked"]
+
+
+def test_killed_ray_actor_has_its_ranks_stop(tmp_path: Path) -> None:
+    """Where the actor and the script die at once, the ranks are asked to stop all the same, and not before."""
+    changed = {"workdir": str(tmp_path), "python": str(fake_torchrun(tmp_path))}
+    script = ENGINES["ray"].files(resolved_run(**ONE_NODE), settings(**changed))["llama3-70b.sh"]
+    record = tmp_path / "record"
+    environment = {**os.environ, "RECORD": str(record)}
+    started = subprocess.Popen(["bash", "-c", script], env=environment, stdin=subprocess.PIPE, start_new_session=True)
+    wait_for(record, "ready")
+    time.sleep(0.3)
+    assert record.read_text().split() == ["ready"]
+    started.kill()
+    started.wait()
+    assert started.stdin is not None
+    started.stdin.close()
+    wait_for(record, "asked")
 
 
 def test_environment_has_its_reasons() -> None:
@@ -330,6 +363,8 @@ def test_verb_writes_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--to", "slurm", "--layout.tp", "3"], "layout.tp"),
         (["--to", "slurm", "--warning", "999999"], "time limit"),
         (["--to", "skypilot", "--name", "a b"], "nearest: a-b"),
+        (["--to", "ray", "--name", "$HOME"], "nearest: HOME"),
+        (["--to", "kubernetes", "--workdir", "/a:b", "--image", "x", "--claim", "y"], "no colon"),
         (["--to", "kubernetes", "--name", "Llama_3", "--image", "x", "--claim", "y"], "nearest: llama-3"),
         (["--to", "slurm", "--restarts", "-1"], "must not be negative"),
     ],

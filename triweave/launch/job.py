@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -186,6 +187,14 @@ def read_clock(text: str) -> int:
     if total == 0 or minutes > 59 or seconds > 59:
         raise InputError(Problem("--time-limit", repr(text), "must be [DAYS-]HH:MM:SS above zero", "24:00:00"))
     return total
+
+
+def plain_name_problems(name: str) -> list[Problem]:
+    """For engines that pass a name through a shell of theirs, or refuse others themselves."""
+    if re.fullmatch(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*", name):
+        return []
+    plain = re.sub(r"[^a-zA-Z0-9]+", "-", name).strip("-")
+    return [Problem("--name", repr(name), "must be letters and digits, with . _ - between them", plain or "run")]
 
 
 def _text_problems(key: str, text: str) -> list[Problem]:

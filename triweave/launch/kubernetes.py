@@ -45,6 +45,8 @@ def files(resolved: ResolvedRun, settings: Settings) -> dict[str, str]:
     problems += _name_problems("--claim", settings.claim or "x", 253)
     if settings.image is not None and re.search(r"\s", settings.image):
         problems.append(Problem("--image", repr(settings.image), "must hold no blanks"))
+    if ":" in job.workdir:
+        problems.append(Problem("--workdir", job.workdir, "must hold no colon: nothing can be mounted there"))
     if problems or settings.image is None or settings.claim is None:
         raise InputError(problems)
     pod = _pod(job, settings.image, settings.claim)
@@ -202,6 +204,6 @@ def _train_job(job: Job, settings: Settings, pod: dict[str, Any]) -> list[dict[s
     spec = {
         "runtimeRef": {"name": "torch-distributed"},
         "trainer": trainer,
-        "runtimePatches": [{"manager": "triweave.dev/launch", "trainingRuntimeSpec": {"template": {"spec": runtime}}}],
+        "runtimePatches": [{"manager": "triweave", "trainingRuntimeSpec": {"template": {"spec": runtime}}}],
     }
     return [{"apiVersion": API_VERSIONS["trainjob"], "kind": "TrainJob", "metadata": {"name": job.name}, "spec": spec}]

@@ -9,7 +9,8 @@ import shlex
 from dataclasses import asdict, dataclass
 
 from triweave.config.validate import ResolvedRun
-from triweave.launch.job import Settings, make_job
+from triweave.errors import InputError
+from triweave.launch.job import Settings, make_job, plain_name_problems
 from triweave.launch.shell import Node, comment, node_script, summary
 
 
@@ -25,9 +26,12 @@ def files(resolved: ResolvedRun, settings: Settings) -> dict[str, str]:
     """The driver, and the script that it runs on every host.
 
     Raises:
-        InputError: as `make_job`.
+        InputError: as `make_job`; a name that Ray would misread.
     """
     job = make_job(resolved, settings)
+    # `ray job submit` joins its words again in a way of its own, which leaves $ and quotes to the shell.
+    if problems := plain_name_problems(job.name):
+        raise InputError(problems)
     script = f"{job.name}.sh"
     head = comment(f"{job.name}.ray.py starts it on every host.")
     sizes = _Sizes(job.num_nodes, job.gpus_per_node if job.gpu else 0, script, settings.restarts)

@@ -83,7 +83,9 @@ def node_script(resolved: ResolvedRun, job: Job, python: str, node: Node) -> str
     words = " ".join(shlex.quote(word) for word in job.words) if node.words is None else node.words
     watch = [
         *comment("Where this script is killed, the end of its input is seen by what it leaves behind."),
-        "(cat > /dev/null; ask_to_stop) &",
+        # bash gives what runs in the background an empty input of its own, so that this one needs another number.
+        "exec 3<&0",
+        "(cat <&3 > /dev/null; ask_to_stop) &",
     ]
     return "\n".join(
         [

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from typing import Any
 
 from triweave.config.document import to_yaml
 from triweave.config.validate import ResolvedRun
 from triweave.errors import InputError, Problem
-from triweave.launch.job import Settings, make_job
+from triweave.launch.job import Settings, make_job, plain_name_problems
 from triweave.launch.shell import Node, comment, node_script, summary
 from triweave.launch.yaml_text import dump
 
@@ -33,11 +32,7 @@ def files(resolved: ResolvedRun, settings: Settings) -> dict[str, str]:
         InputError: as `make_job`; a GPU that SkyPilot has no name for, a name that it refuses.
     """
     job = make_job(resolved, settings)
-    problems = []
-    if not re.fullmatch(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*", job.name):
-        plain = re.sub(r"[^a-zA-Z0-9]+", "-", job.name).strip("-")
-        rule = "must be letters, digits and single . _ - between them"
-        problems.append(Problem("--name", repr(job.name), rule, plain or "run"))
+    problems = plain_name_problems(job.name)
     if job.gpu is not None and job.gpu not in ACCELERATORS:
         rule = f"is no GPU that SkyPilot has a name for here; it has {', '.join(ACCELERATORS)}"
         problems.append(Problem("cluster", str(resolved.cluster), rule))
