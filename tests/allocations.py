@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 from torch import Tensor, UntypedStorage
@@ -34,3 +35,11 @@ class Allocated(TorchDispatchMode):
 
 def _storages(values: Any) -> set[StorageWeakRef]:
     return {StorageWeakRef(value.untyped_storage()) for value in tree_leaves(values) if isinstance(value, Tensor)}
+
+
+def settled(memory: Allocated, planned: int) -> int:
+    """Bytes alive. A thread of gloo lets go of a finished collective's tensors a moment after its caller goes on."""
+    end = time.monotonic() + 2
+    while (alive := memory.alive_bytes()) > planned and time.monotonic() < end:
+        time.sleep(0.01)
+    return alive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from allocations import Allocated
+from allocations import Allocated, settled
 from kernel_standins import kernel_path
 from parity import engine_for, local_batch, make_samples
 from ranks import Ranks
@@ -67,14 +66,6 @@ class Watched(TorchDispatchMode):
                     self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return result
-
-
-def settled(memory: Allocated, planned: int) -> int:
-    """Bytes alive. A thread of gloo lets go of a finished collective's tensors a moment after its caller goes on."""
-    end = time.monotonic() + 2
-    while (alive := memory.alive_bytes()) > planned and time.monotonic() < end:
-        time.sleep(0.01)
-    return alive
 
 
 def keep_one(rank: int, folder: Path, layout: Layout, samples: list[Sample], dtype: str) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from allocations import Allocated
+from allocations import Allocated, settled
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import engine_for, local_batch, make_samples
@@ -146,7 +146,7 @@ def measure_state(
             if storage.data_ptr() not in seen:
                 bytes_of[kind] += storage.nbytes()
                 seen.add(storage.data_ptr())
-    return allocated.alive_bytes(), bytes_of, sum(unit.numel for unit in units)
+    return settled(allocated, sum(bytes_of.values())), bytes_of, sum(unit.numel for unit in units)
 
 
 BYTES = {

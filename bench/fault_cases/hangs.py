@@ -182,7 +182,8 @@ HANGS = (
     Hang("validation stuck", partial(in_validating, forever), ("Rank 1", "validating"), "tp2", VALIDATION),
     Hang("left as if well", partial(in_action, leave), ("rank 1 left with exit code 0",), "dp3"),
 )
-QUICK = (3, 6)
+QUICK = (0, 6)
+"""Without SIGSTOP: in an orphaned process group, as a test may run in, the kernel continues what is stopped at any exit."""
 
 
 def run(quick: bool, out: Path) -> list[Row]:
