@@ -23,6 +23,9 @@ from triweave.config.validate import ResolvedRun
 from triweave.errors import RunFailed
 from triweave.recovery.statement import Collective, recorded_collectives
 
+LATER_S = 5.0
+"""By which ranks that wait for each other may begin at different times."""
+
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives of which every member must give as much, of the same type (the names begin like this)."""
 
@@ -58,7 +61,7 @@ def check_same(store: Store | None, rank: int, world_size: int, facts: Mapping[s
     """
     if store is None:
         return
-    others = _exchange(store, "facts", rank, world_size, json.dumps(facts), timeout_s)
+    others = exchange(store, "facts", rank, world_size, json.dumps(facts), timeout_s)
     problems = differing_facts([json.loads(text) for text in others]) if rank == 0 else []
     _agree(store, "facts", rank, problems, timeout_s)
 
@@ -71,7 +74,7 @@ def check_collectives(store: Store | None, rank: int, world_size: int, timeout_s
     """
     if store is None:
         return
-    others = _exchange(store, "collectives", rank, world_size, _to_json(recorded_collectives()), timeout_s)
+    others = exchange(store, "collectives", rank, world_size, _to_json(recorded_collectives()), timeout_s)
     problems = differing_collectives([_from_json(text) for text in others]) if rank == 0 else []
     _agree(store, "collectives", rank, problems, timeout_s)
 
@@ -137,8 +140,12 @@ def _from_json(text: str) -> Calls:
     return {group: {number: call(number, kind) for number, kind in calls} for group, calls in said["calls"].items()}
 
 
-def _exchange(store: Store, what: str, rank: int, world_size: int, mine: str, timeout_s: float) -> list[str]:
-    """Give this rank's text; rank 0 gets everybody's, the others none."""
+def exchange(store: Store, what: str, rank: int, world_size: int, mine: str, timeout_s: float) -> list[str]:
+    """Give this rank's text; rank 0 gets everybody's, the others none.
+
+    Raises:
+        RunFailed: on rank 0, a rank has not come within `timeout_s`; who waits for `settled` then hears it too.
+    """
     store.set(f"{what}/{rank}", mine)
     if rank:
         return []
@@ -146,19 +153,38 @@ def _exchange(store: Store, what: str, rank: int, world_size: int, mine: str, ti
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError:
-        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
-        raise RunFailed(f"rank {', '.join(missing)} has not come within {timeout_s:.0f} s") from None
+        missing = [number for number, key in enumerate(keys) if not store.check([key])]
+        ranks = ", ".join(map(str, missing))
+        message = f"rank {ranks} has not come within {timeout_s:.0f} s (of {world_size} ranks)"
+        store.set(f"{what}/verdict", json.dumps([message, ""]))
+        raise RunFailed(message) from None
     return [store.get(key).decode() for key in keys]
+
+
+def settled(store: Store, what: str, rank: int, text: str, timeout_s: float) -> str:
+    """What rank 0 makes of an exchange, on all ranks; `text` of the others is not looked at.
+
+    Raises:
+        RunFailed: on the others, a rank has not come to the exchange, or rank 0 itself has not.
+    """
+    key = f"{what}/verdict"
+    if rank == 0:
+        store.set(key, json.dumps(["", text]))
+        return text
+    try:
+        # Rank 0 may have begun to wait for others later than this one.
+        store.wait([key], timedelta(seconds=timeout_s + LATER_S))
+    except RuntimeError:
+        raise RunFailed(f"rank 0 has not come within {timeout_s + LATER_S:.0f} s, or its store is gone") from None
+    failure, said = json.loads(store.get(key))
+    if failure:
+        raise RunFailed(failure)
+    return str(said)
 
 
 def _agree(store: Store, what: str, rank: int, problems: Sequence[str], timeout_s: float) -> None:
     """Fail on all ranks if rank 0 has found a problem."""
-    key = f"{what}/verdict"
-    if rank == 0:
-        store.set(key, "\n".join(problems))
-    else:
-        store.wait([key], timedelta(seconds=timeout_s))
-    verdict = store.get(key).decode()
+    verdict = settled(store, what, rank, "\n".join(problems), timeout_s)
     if verdict:
         raise RunFailed(f"the ranks do not do the same:\n{verdict}")
 
