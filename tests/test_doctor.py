@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import resource
 import socket
 import time
@@ -385,5 +386,5 @@ def test_a_large_job_stays_on_a_screen() -> None:
 def test_every_finding_is_explained() -> None:
     """Each kind of finding has its place in the documentation, and the page names no other."""
     page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1].strip().strip("`") for line in page.splitlines() if line.startswith("| `")]
-    assert {row for row in rows if not row.startswith("--")} == set(CURES)
+    section = page.partition("## What it finds")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `([\w-]+)`", section, re.MULTILINE)) == set(CURES)
