@@ -115,7 +115,7 @@ def test_the_opening_tells_grid_forecast_and_check(tmp_path: Path) -> None:
     words = ("model", "grid", "stage", "host", "predicted", "checked")
     assert [begins.count(word) for word in words] == [1, 1, 2, 1, 1, 1]
     assert len(begins) <= 24
-    assert f"host      {os.uname().nodename}: ranks 0-3 on cpu: stage 0,1, tp 0,1" in before
+    assert f"host      {os.uname().nodename}: ranks 0-3: pp 0-1, dp 0, tp 0-1; cpu" in before
 
 
 def places(hosts: int, per_host: int, names: str = "node{}") -> list[Place]:
@@ -127,7 +127,7 @@ def places(hosts: int, per_host: int, names: str = "node{}") -> list[Place]:
 def test_the_map_says_what_each_host_does() -> None:
     """A line a host has its ranks, GPUs, stage and tensor-parallel ranks."""
     lines = grid_map(Layout(tp=8, pp=4), places(4, 8))
-    assert lines[1] == "host      node1: ranks 8-15 on cuda:0-7 (NVIDIA H100): stage 1, tp 0-7"
+    assert lines[1] == "host      node1: ranks 8-15: pp 1, dp 0, tp 0-7; cuda:0 to cuda:7, NVIDIA H100"
     assert len(lines) == 4
 
 

@@ -20,6 +20,7 @@ VERBS = {
     "check": "Run the real step of any rank with no GPU: peak memory, by component, and where it peaks.",
     "probe": "Measure this machine, so that `plan` and `predict` speak of it.",
     "doctor": "Examine the machines of a job: GPUs, links, network, disks, versions; each fault with its cure.",
+    "launch": "Write the files that start a run: torchrun, Slurm, Kubernetes, SkyPilot, Ray, Megatron-LM.",
     "report": "One HTML page of a run: plan against measurement, the pipeline in time, loss, memory, throughput.",
     "predict": "Predict runs that somebody else measured: step time, tokens per second and memory.",
     "convert": "Convert weights: Hugging Face folder, checkpoint of any layout, Megatron-Core's torch_dist.",
@@ -28,7 +29,7 @@ VERBS = {
 }
 """One line each; the verb's own file holds the rest of its help."""
 
-OF_A_RUN_FILE = ("train", "verify", "check", "data")
+OF_A_RUN_FILE = ("train", "verify", "check", "launch", "data")
 """Verbs whose options may be followed by keys of the run file that they read."""
 
 

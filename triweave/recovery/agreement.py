@@ -26,6 +26,7 @@ from triweave.recovery.statement import Collective, recorded_collectives
 LATER_S = 5.0
 """By which ranks that wait for each other may begin at different times."""
 
+DIFFER = "the ranks do not do the same"
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives of which every member must give as much, of the same type (the names begin like this)."""
 
@@ -63,7 +64,7 @@ def check_same(store: Store | None, rank: int, world_size: int, facts: Mapping[s
         return
     others = exchange(store, "facts", rank, world_size, json.dumps(facts), timeout_s)
     problems = differing_facts([json.loads(text) for text in others]) if rank == 0 else []
-    _agree(store, "facts", rank, problems, timeout_s)
+    agree(store, "facts", rank, problems, timeout_s)
 
 
 def check_collectives(store: Store | None, rank: int, world_size: int, timeout_s: float) -> None:
@@ -76,7 +77,7 @@ def check_collectives(store: Store | None, rank: int, world_size: int, timeout_s
         return
     others = exchange(store, "collectives", rank, world_size, _to_json(recorded_collectives()), timeout_s)
     problems = differing_collectives([_from_json(text) for text in others]) if rank == 0 else []
-    _agree(store, "collectives", rank, problems, timeout_s)
+    agree(store, "collectives", rank, problems, timeout_s)
 
 
 def differing_facts(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
@@ -182,11 +183,17 @@ def settled(store: Store, what: str, rank: int, text: str, timeout_s: float) -> 
     return str(said)
 
 
-def _agree(store: Store, what: str, rank: int, problems: Sequence[str], timeout_s: float) -> None:
-    """Fail on all ranks if rank 0 has found a problem."""
+def agree(
+    store: Store, what: str, rank: int, problems: Sequence[str], timeout_s: float, headline: str = DIFFER
+) -> None:
+    """Fail on all ranks if rank 0 has found a problem.
+
+    Raises:
+        RunFailed: it has; the message begins with `headline`.
+    """
     verdict = settled(store, what, rank, "\n".join(problems), timeout_s)
     if verdict:
-        raise RunFailed(f"the ranks do not do the same:\n{verdict}")
+        raise RunFailed(f"{headline}:\n{verdict}")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -6,11 +6,11 @@ import json
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from triweave.launch.placement import describe_node
 from triweave.layout import Layout
 from triweave.recovery.agreement import exchange
 from triweave.training.process import Process
@@ -58,16 +58,9 @@ def grid_map(layout: Layout, places: Sequence[Place]) -> list[str]:
 
 
 def _does(layout: Layout, places: Sequence[Place]) -> str:
-    at = [layout.coordinates(place.rank) for place in places]
-    axes = [("stage", [one.pp for one in at], layout.pp), ("tp", [one.tp for one in at], layout.tp)]
-    axes.append(("dp", [one.dp for one in at], layout.dp))
-    roles = ", ".join(f"{name} {_span(numbers)}" for name, numbers, size in axes if size > 1)
-    devices = sorted({int(place.device.partition(":")[2] or 0) for place in places})
-    kind = places[0].device.partition(":")[0]
-    on = f"{kind}:{_span(devices)}" if kind == "cuda" else kind
-    model = f" ({places[0].model})" if places[0].model else ""
-    ranks = f"rank{'s' * (len(places) > 1)} {_span([place.rank for place in places])}"
-    return f"{ranks} on {on}{model}" + (f": {roles}" if roles else "")
+    models = ", ".join(dict.fromkeys(place.model for place in places if place.model))
+    devices = f"{places[0].device} to {places[-1].device}" if len(places) > 1 and models else places[0].device
+    return f"{describe_node(layout, [place.rank for place in places])}; {devices}{f', {models}' if models else ''}"
 
 
 def _warnings(layout: Layout, places: Sequence[Place]) -> Iterator[str]:
@@ -77,13 +70,5 @@ def _warnings(layout: Layout, places: Sequence[Place]) -> Iterator[str]:
         hosts = ", ".join(dict.fromkeys(host_of[rank] for rank in crossing[0]))
         yield (
             f"warning   {len(crossing)} of {len(layout.groups('tp'))} tensor-parallel groups cross hosts, the first on"
-            f" {hosts}: every layer waits for the network. Ranks must be numbered host by host (triweave doctor)"
+            f" {hosts}: every layer waits for the network"
         )
-
-
-def _span(numbers: Sequence[int]) -> str:
-    """`0-7` where they have no gap, otherwise each."""
-    ordered = sorted(set(numbers))
-    if len(ordered) > 2 and all(after == before + 1 for before, after in pairwise(ordered)):
-        return f"{ordered[0]}-{ordered[-1]}"
-    return ",".join(map(str, ordered))

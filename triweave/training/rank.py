@@ -27,6 +27,7 @@ from triweave.recovery.watch import Watch, watching
 from triweave.training.grid_map import Place, gather_places
 from triweave.training.process import Process
 from triweave.training.processes import choose_device, meet, process_group
+from triweave.training.rank_order import check_rank_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
     lock = claimed(folder, functools.partial(print, file=sys.stderr)) if process.rank == 0 else nullcontext()
     with stop_requests() as stop, lock:
         meeting = meet(process, runtime.timeout_s)
+        check_rank_order(meeting, process, resolved)
         facts = facts_of(resolved, prepared.summary.fingerprint, device)
         check_same(meeting, process.rank, process.world_size, facts, runtime.timeout_s)
         places = gather_places(meeting, process, device, runtime.timeout_s)
