@@ -108,7 +108,7 @@ def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_the_opening_tells_grid_forecast_and_check(tmp_path: Path) -> None:
     """Before the first step a run tells its layer map, its hosts, its memory and that its groups were tried."""
-    done = triweave("train", "run.yaml", "--train.steps", "1", cwd=make_workspace(tmp_path))
+    done = triweave("train", "run.yaml", "--train.steps", "2", cwd=make_workspace(tmp_path))
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     before = lines[: next(number for number, line in enumerate(lines) if line.startswith("step "))]
     begins = [line.split()[0] for line in before]
