@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +28,8 @@ class Hosts:
         self.running: dict[str, list[subprocess.Popen[bytes]]] = {}
 
     def __enter__(self) -> Hosts:
+        # Whoever ends a bench by a signal must not leave its hosts behind.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         self._clear()
         names = {f"{NET}.{number}": name for number, name in self.numbered()}
         table = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in names.items())
