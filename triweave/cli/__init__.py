@@ -19,6 +19,7 @@ VERBS = {
     "plan": "Rank every legal layout of a model on a cluster: memory of each stage, step time, MFU, and why.",
     "check": "Run the real step of any rank with no GPU: peak memory, by component, and where it peaks.",
     "probe": "Measure this machine, so that `plan` and `predict` speak of it.",
+    "doctor": "Examine the machines of a job: GPUs, links, network, disks, versions; each fault with its cure.",
     "launch": "Write the files that start a run: torchrun, Slurm, Kubernetes, SkyPilot, Ray, Megatron-LM.",
     "report": "One HTML page of a run: plan against measurement, the pipeline in time, loss, memory, throughput.",
     "predict": "Predict runs that somebody else measured: step time, tokens per second and memory.",

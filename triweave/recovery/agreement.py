@@ -23,6 +23,9 @@ from triweave.config.validate import ResolvedRun
 from triweave.errors import RunFailed
 from triweave.recovery.statement import Collective, recorded_collectives
 
+LATER_S = 5.0
+"""By which ranks that wait for each other may begin at different times."""
+
 DIFFER = "the ranks do not do the same"
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives of which every member must give as much, of the same type (the names begin like this)."""
@@ -142,7 +145,7 @@ def exchange(store: Store, what: str, rank: int, world_size: int, mine: str, tim
     """Give this rank's text; rank 0 gets everybody's, the others none.
 
     Raises:
-        RunFailed: a rank has not given its text within `timeout_s`.
+        RunFailed: on rank 0, a rank has not come within `timeout_s`; who waits for `settled` then hears it too.
     """
     store.set(f"{what}/{rank}", mine)
     if rank:
@@ -151,9 +154,33 @@ def exchange(store: Store, what: str, rank: int, world_size: int, mine: str, tim
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError:
-        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
-        raise RunFailed(f"rank {', '.join(missing)} has not come within {timeout_s:.0f} s") from None
+        missing = [number for number, key in enumerate(keys) if not store.check([key])]
+        ranks = ", ".join(map(str, missing))
+        message = f"rank {ranks} has not come within {timeout_s:.0f} s (of {world_size} ranks)"
+        store.set(f"{what}/verdict", json.dumps([message, ""]))
+        raise RunFailed(message) from None
     return [store.get(key).decode() for key in keys]
+
+
+def settled(store: Store, what: str, rank: int, text: str, timeout_s: float) -> str:
+    """What rank 0 makes of an exchange, on all ranks; `text` of the others is not looked at.
+
+    Raises:
+        RunFailed: on the others, a rank has not come to the exchange, or rank 0 itself has not.
+    """
+    key = f"{what}/verdict"
+    if rank == 0:
+        store.set(key, json.dumps(["", text]))
+        return text
+    try:
+        # Rank 0 may have begun to wait for others later than this one.
+        store.wait([key], timedelta(seconds=timeout_s + LATER_S))
+    except RuntimeError:
+        raise RunFailed(f"rank 0 has not come within {timeout_s + LATER_S:.0f} s, or its store is gone") from None
+    failure, said = json.loads(store.get(key))
+    if failure:
+        raise RunFailed(failure)
+    return str(said)
 
 
 def agree(
@@ -164,12 +191,7 @@ def agree(
     Raises:
         RunFailed: it has; the message begins with `headline`.
     """
-    key = f"{what}/verdict"
-    if rank == 0:
-        store.set(key, "\n".join(problems))
-    else:
-        store.wait([key], timedelta(seconds=timeout_s))
-    verdict = store.get(key).decode()
+    verdict = settled(store, what, rank, "\n".join(problems), timeout_s)
     if verdict:
         raise RunFailed(f"{headline}:\n{verdict}")
 

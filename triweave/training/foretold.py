@@ -67,6 +67,10 @@ class Foretold:
             folder.mkdir(parents=True, exist_ok=True)
             _write(folder / FORECAST_FILE, self.said)
 
+    def opening(self) -> list[str]:
+        """What is said before the first step: memory of every stage, and time where the machine is known."""
+        return list(forecast_lines(self.said))
+
     def before(self, number: int) -> None:
         """Step `number` of this process, from 1, begins."""
         if number == 3:
@@ -170,6 +174,21 @@ def compare(told: list[Peak], measured: list[Peak], source: str) -> Iterator[str
                 f"warning   memory of stage {stage} was predicted {abs(off):.1%} too {'high' if off > 0 else 'low'}"
                 f", most of it in {name}: {one.parts[name] / GIB:.2f} GiB for {real.parts[name] / GIB:.2f}"
             )
+
+
+def forecast_lines(said: Mapping[str, Any]) -> Iterator[str]:
+    """The forecast in two lines."""
+    peaks = [stage["allocated_bytes"] / GIB for stage in said["stages"]]
+    capacity = f" of {said['capacity_bytes'] / GIB:.1f}" if said["capacity_bytes"] else ""
+    stages = ", ".join(f"{peak:.2f}" for peak in peaks)
+    yield f"predicted {stages} GiB at most on a rank of each stage{capacity}"
+    step = said["step"]
+    if step is not None:
+        low, high = step["range_s"]
+        yield (
+            f"          step {step['step_s']:.3g} s ({low:.3g} to {high:.3g}), {step['tokens_per_s_per_gpu']:,.0f}"
+            f" tokens/s/GPU, MFU {100 * step['mfu_causal']:.1f} %, bubble {100 * step['bubble']:.1f} %"
+        )
 
 
 def _told(peak: Peak) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from triweave.training.console import Console, closing, opening
 from triweave.training.engine import DTYPES, Engine, build_engine
 from triweave.training.export import export_hugging_face
 from triweave.training.foretold import Foretold
+from triweave.training.grid_map import grid_map
 from triweave.training.learning_rate import learning_rate
 from triweave.training.metrics import (
     JsonLines,
@@ -53,7 +54,8 @@ STOPPED_FILE = "stopped.json"
 def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> int:
     """Run the whole training on this rank; returns the exit code."""
     with at_work(resolved, prepared, process) as rank:
-        engine = build_engine(resolved, rank.device)
+        with rank.together("making the process groups of the layout"):
+            engine = build_engine(resolved, rank.device)
         return _Training(resolved, prepared, engine, rank).run()
 
 
@@ -99,8 +101,11 @@ class _Training:
         sinks = self.open_sinks(done)
         metrics: StepMetrics | None = None
         try:
+            foretold = Foretold(self.resolved, self.engine, self.folder, speaks=self.first)
             console.say(*opening(self.resolved, self.engine, self.meter, self.prepared.summary, self.num_steps))
-            console.say(f"saves     {self.saver.method}")
+            console.say(*(grid_map(self.engine.layout, self.rank.places) if self.first else ()))
+            console.say(*foretold.opening(), f"saves     {self.saver.method}")
+            console.say(f"checked   {self.rank.check_groups(self.engine.groups)}")
             console.say(*(f"DAMAGED   {name}: {problem}; passed over" for name, problem in resumed.bad.items()))
             if done:
                 console.say(f"resumed   at step {done}")
@@ -111,7 +116,6 @@ class _Training:
                 loss = self.validate(self.held_out, done)
                 console.say(f"held out  loss {loss:.4f} before step {done + 1}")
                 self.record_validation(done, loss)
-            foretold = Foretold(self.resolved, self.engine, self.folder, speaks=self.first)
             for step in range(done, self.num_steps):
                 foretold.before(step - done + 1)
                 metrics, warning = self.step(step)

@@ -28,7 +28,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from triweave.config.schema import RuntimeConfig
-from triweave.errors import InputError, Problem, TriweaveError
+from triweave.errors import InputError, Problem, RunFailed, TriweaveError
+from triweave.recovery.self_check import together
 from triweave.recovery.stop import REPEAT_S, STOP_SIGNALS
 from triweave.training.process import GRACE_S, Process, let_the_first_rank_speak
 
@@ -55,7 +56,11 @@ def choose_device(config: RuntimeConfig, process: Process) -> torch.device:
 
 
 def meet(process: Process, timeout_s: float) -> Store | None:
-    """The store at which the ranks of a run find each other; None for a single process."""
+    """The store at which the ranks of a run find each other; None for a single process.
+
+    Raises:
+        RunFailed: it is not to be reached.
+    """
     if process.world_size == 1:
         return None
     timeout = timedelta(seconds=timeout_s)
@@ -66,7 +71,15 @@ def meet(process: Process, timeout_s: float) -> Store | None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return TCPStore("127.0.0.1", process.store_port, is_master=False, timeout=timeout)
     store: Store
-    store, _, _ = next(rendezvous("env://", process.rank, process.world_size, timeout=timeout))
+    try:
+        store, _, _ = next(rendezvous("env://", process.rank, process.world_size, timeout=timeout))
+    except RuntimeError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RunFailed(
+            f"rank {process.rank} on {socket.gethostname()} has not reached the store of rank 0 at {address} within"
+            f" {timeout_s:.0f} s: that name must resolve here, the port be open, and the first host be running"
+            f" ({str(error).splitlines()[0]})"
+        ) from None
     if process.local_world_size == process.world_size:
         # torchrun keeps one store for all attempts, and a new rank would read where a dead one listened (pytorch issue
         # 135712). The attempts of several hosts may be numbered differently: there torchrun must be told, see docs.
@@ -93,13 +106,15 @@ def process_group(
     if process.world_size == 1:
         yield
         return
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store or meet(process, timeout_s),
-        rank=process.rank,
-        world_size=process.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    store = store or meet(process, timeout_s)
+    with together(store, "making the process group of all ranks", process.rank, process.world_size):
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=process.rank,
+            world_size=process.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
     yield
     if device.type == "cuda":
         # What peers copy out of this rank's memory, and it out of theirs, is done before anyone is gone.

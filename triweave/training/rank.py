@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,13 @@ from triweave.checkpoint.run_lock import claimed
 from triweave.config.validate import ResolvedRun
 from triweave.data.cache import PreparedData
 from triweave.errors import RunFailed
+from triweave.groups import Groups
 from triweave.recovery.agreement import check_collectives, check_same, facts_of
 from triweave.recovery.out_of_memory import explain_out_of_memory, is_out_of_memory
+from triweave.recovery.self_check import LIMIT_S, check_groups, together
 from triweave.recovery.stop import StopRequest, stop_requests
 from triweave.recovery.watch import Watch, watching
+from triweave.training.grid_map import Place, gather_places
 from triweave.training.process import Process
 from triweave.training.processes import choose_device, meet, process_group
 from triweave.training.rank_order import check_rank_order
@@ -38,6 +42,22 @@ class Rank:
     """Where the ranks have met; None for a single process."""
     timeout_s: float
     """In which the others answer."""
+    places: tuple[Place, ...]
+    """Of all ranks on rank 0, on the others their own."""
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Say which ranks are missing when `what`, that all ranks do in the block, fails for want of them."""
+        return together(self.meeting, what, self.process.rank, self.process.world_size)
+
+    def check_groups(self, groups: Groups) -> str:
+        """Try every process group once. All ranks call it together, before the first step. Returns how it went.
+
+        Raises:
+            RunFailed: a group does not work; the message names it, the operation and the ranks.
+        """
+        begin = time.monotonic()
+        count = check_groups(groups, self.meeting, min(LIMIT_S, self.timeout_s))
+        return f"{count} process groups of rank {self.process.rank} tried in {time.monotonic() - begin:.2f} s"
 
     def check_collectives(self) -> None:
         """See that all ranks have called the same collectives so far. All ranks call it together, after a step.
@@ -73,6 +93,7 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
         check_rank_order(meeting, process, resolved)
         facts = facts_of(resolved, prepared.summary.fingerprint, device)
         check_same(meeting, process.rank, process.world_size, facts, runtime.timeout_s)
+        places = gather_places(meeting, process, device, runtime.timeout_s)
         watch = Watch(
             process.rank,
             process.world_size,
@@ -85,7 +106,7 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
         )
         with watching(watch), process_group(process, device, runtime.collective_timeout_s, meeting):
             try:
-                yield Rank(process, device, stop, watch, meeting, runtime.timeout_s)
+                yield Rank(process, device, stop, watch, meeting, runtime.timeout_s, places)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
