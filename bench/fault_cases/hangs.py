@@ -183,7 +183,7 @@ HANGS = (
     Hang("left as if well", partial(in_action, leave), ("rank 1 left with exit code 0",), "dp3"),
 )
 QUICK = (0, 6)
-"""Without SIGSTOP: in an orphaned process group the kernel continues what is stopped whenever one of its processes ends."""
+"""Without SIGSTOP: in an orphaned process group the kernel continues what is stopped when any of its processes ends."""
 
 
 def run(quick: bool, out: Path) -> list[Row]:
