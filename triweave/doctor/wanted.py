@@ -9,11 +9,7 @@ from triweave.cluster import Cluster
 from triweave.config.load import load_run
 from triweave.config.validate import validate
 from triweave.layout import Layout
-
-SAVED_BYTES = 12
-"""Of a parameter in a checkpoint: master weight and two moments in float32."""
-EXPORTED_BYTES = 2
-"""Of a parameter in the exported folder."""
+from triweave.run_folder import EXPORTED_BYTES, SAVED_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,14 @@ from triweave.cluster import Cluster
 from triweave.config.validate import ResolvedRun
 from triweave.errors import InputError, Problem
 from triweave.planner.time_step import predict_step
+from triweave.run_folder import SAVED_BYTES, STOPPED_FILE
 
 Kind = Literal["job", "jobset", "trainjob"]
 """Kubernetes: an indexed Job, a JobSet, or Kubeflow's TrainJob."""
-STOPPED_FILE = "stopped.json"
-"""In the run's folder while it stands stopped on request: engines ask it, for torchrun leaves with 1 anyhow."""
 START_S = 600
 """Allowed for starting, loading and exporting, in a time limit that is predicted."""
 MARGIN = 1.25
 """On the slow end of the predicted step time: validation, saves, a slow node."""
-STATE_BYTES = 14
-"""A parameter in a checkpoint: bf16 weight, float32 master weight and both moments."""
 WRITE_BYTES_PER_S = 1e9
 """Taken for what a node writes to shared storage: slow, so that a warning comes early enough."""
 LEAST_WARNING_S = 120
@@ -220,6 +217,6 @@ def _time_limit(resolved: ResolvedRun, given: str | None, step_s: float | None) 
 
 def _warning_s(resolved: ResolvedRun, cluster: Cluster, step_s: float | None) -> int:
     """A step, and a save of everything from all nodes at once."""
-    save_s = resolved.spec.num_parameters * STATE_BYTES / (WRITE_BYTES_PER_S * cluster.num_nodes)
+    save_s = resolved.spec.num_parameters * SAVED_BYTES / (WRITE_BYTES_PER_S * cluster.num_nodes)
     seconds = EARLY_S + 2 * (step_s or 0.0) + save_s
     return max(LEAST_WARNING_S, math.ceil(seconds / 30) * 30)

@@ -19,6 +19,7 @@ from triweave.data.sampler import steps_for
 from triweave.errors import RunFailed
 from triweave.recovery.goodput import Timeline
 from triweave.recovery.stop import STOPPED, signal_name
+from triweave.run_folder import STOPPED_FILE
 from triweave.training.batches import batch_of, training_batch, validation_batches
 from triweave.training.checkpoints import RUN_FILE, RunProgress
 from triweave.training.console import Console, closing, opening
@@ -46,9 +47,6 @@ from triweave.training.saver import Saver
 from triweave.training.step import evaluate_step, train_step
 
 VALIDATION_FILE = "validation.jsonl"
-
-STOPPED_FILE = "stopped.json"
-"""Left behind by a run that stopped on request, for launchers that hide exit codes; gone once it goes on."""
 
 
 def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> int:

@@ -1,0 +1,12 @@
+"""What a run leaves in its folder, in names and bytes: who writes it and who reads or sizes it say the same."""
+
+from __future__ import annotations
+
+STOPPED_FILE = "stopped.json"
+"""There while a run stands stopped on request: engines ask it, for torchrun leaves with 1 whatever its ranks say."""
+
+SAVED_BYTES = 12
+"""Of a parameter in a checkpoint: master weight and two moments, float32."""
+
+EXPORTED_BYTES = 2
+"""Of a parameter in the exported Hugging Face folder of a bf16 run."""
