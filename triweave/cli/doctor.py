@@ -32,7 +32,7 @@ def doctor(
     Under torchrun, with the job's own arguments, each process is a rank and all hosts are examined together; without
     it the ranks are started on this host. Exit code 1 when something is wrong. docs/doctor.md has every finding.
 
-    Example: torchrun --nnodes 4 --nproc-per-node 8 ... -m triweave doctor run.yaml
+    Example: triweave doctor; torchrun --nnodes 4 --nproc-per-node 8 ... -m triweave doctor run.yaml
 
     Args:
         run_file: A run file: its layout's groups are measured, its output folder's disk is tried.
