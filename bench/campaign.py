@@ -31,6 +31,7 @@ import torch
 from campaign_cases import Case, draw_cases, from_json
 from campaign_measure import Session, run_campaign
 from campaign_table import table
+from measuring import without_gpu
 
 from triweave.dryrun.memory import RankMemory, rank_memory
 from triweave.layout import Coordinates
@@ -115,7 +116,7 @@ def write_predictions(path: Path, profile: str, seed: int, *, small: bool, times
         told = [tell_time(case, measured) for case in cases]
     else:
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, initializer=_quiet) as pool:
+        with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, initializer=without_gpu) as pool:
             told = list(pool.map(partial(predict, profile=measured), cases))
     found = [{"case": case.to_json(), "predicted": one} for case, one in zip(cases, told, strict=True)]
     flags = f"{' --times-only' if times_only else ''}{' --small' if small else ''}"
@@ -124,12 +125,6 @@ def write_predictions(path: Path, profile: str, seed: int, *, small: bool, times
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**head, "cases": found}, indent=1), encoding="utf-8")
     print(f"predicted {len(cases)} configurations in {time.monotonic() - begin:.0f} s: {path}", file=sys.stderr)
-
-
-def _quiet() -> None:
-    """Keep a process that only predicts off the GPUs and off other processes' cores."""
-    torch.set_num_threads(1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def seal(path: Path) -> str:

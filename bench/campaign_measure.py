@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from campaign_cases import Case
-from measuring import Watchdog
+from measuring import Watchdog, wait
 
 from triweave.config.schema import RuntimeConfig
 from triweave.dryrun.batch import make_batch
@@ -251,12 +251,6 @@ def used_on_card(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free
-
-
-def wait(device: torch.device) -> None:
-    """Until the GPU is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def machine(device: torch.device) -> dict[str, str]:

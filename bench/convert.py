@@ -41,7 +41,6 @@ CONFIG = {
     "rope_theta": 500000.0,
     "torch_dtype": "bfloat16",
 }
-WHOLE_LAYERS = 80
 WAYS = (
     ("Hugging Face to triweave", "hf", "step-0", ("--to", "triweave")),
     ("triweave to Hugging Face", "step-0", "from-triweave", ("--model", "hf")),

@@ -99,6 +99,14 @@ def largest_error(outputs: object, exact: object) -> float:
     return max(((ours.double() - theirs).norm() / theirs.norm()).item() for ours, theirs in pairs)
 
 
+def verdict(rows: list[str], wrong: list[str]) -> int:
+    """The end of what a bench prints, and its exit code."""
+    print("\n".join(rows))
+    if wrong:
+        print(f"wrong: {', '.join(wrong)}")
+    return 1 if wrong else 0
+
+
 def say_where() -> None:
     """The head of what a bench prints."""
     where = "CPU" if SMALL else torch.cuda.get_device_name()

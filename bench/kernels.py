@@ -29,6 +29,7 @@ from kernel_timing import (
     random,
     rotation_of,
     say_where,
+    verdict,
 )
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
@@ -297,10 +298,7 @@ def main() -> int:
                 f" | {found['gb_s']:.0f}"
             )
             print(rows[-1], flush=True)
-    print("\n".join(rows))
-    if wrong:
-        print(f"wrong: {', '.join(wrong)}")
-    return 1 if wrong else 0
+    return verdict(rows, wrong)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from kernel_timing import (
     random,
     rotation_of,
     say_where,
+    verdict,
 )
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
@@ -148,10 +149,7 @@ def main() -> int:
             f" | {ours - products - attention:.3f}"
         )
         print(rows[-1], flush=True)
-    print("\n".join(rows))
-    if wrong:
-        print(f"wrong: {', '.join(wrong)}")
-    return 1 if wrong else 0
+    return verdict(rows, wrong)
 
 
 if __name__ == "__main__":

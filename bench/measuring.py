@@ -23,6 +23,18 @@ WARM_UP, TIMED = 4, 20
 DTYPE = torch.bfloat16
 
 
+def without_gpu() -> None:
+    """Keep a process that only checks off the card that is measured, and from the cores that launch its kernels."""
+    torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def wait(device: torch.device) -> None:
+    """Until the GPU is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass
 class Watchdog:
     """Ends this process when a section takes too long: a GPU that waits for a flag cannot be interrupted."""

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import without_gpu
 
 from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
@@ -215,12 +216,6 @@ def parts_of(
     what = f"optimizer and the rest of the step, stage {middle}"
     rows.append({"what": what, "parts_ms": rest * 1e3, "whole_ms": whole[0].rest_s * 1e3})
     return rows
-
-
-def without_gpu() -> None:
-    """Keep a process that only checks off the card that is measured, and from the cores that launch its kernels."""
-    torch.set_num_threads(1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 class Bench:

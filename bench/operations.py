@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measuring import wait
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
@@ -56,11 +57,6 @@ def sustained(call: Callable[[], object], device: torch.device, for_s: float, pa
         if pause:
             time.sleep(pause * took)
     return busy / calls
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def element_wise(tokens: int, width: int, device: torch.device) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from dense import assemble, differences, held_slices
+from on_disk import names
 from saving import engine_on, progress, save, train
 from tiny_configs import tiny_config
 
@@ -43,11 +44,6 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A place for checkpoints of each kind."""
     places = {"disk": str(tmp_path), "memory": f"memory://{tmp_path.name}", "url-of-a-disk": f"file://{tmp_path}"}
     return places[request.param]
-
-
-def names(folder: Path) -> list[str]:
-    """What a folder holds."""
-    return sorted(path.name for path in folder.iterdir())
 
 
 def damages(where: str | Path) -> dict[str, str | None]:

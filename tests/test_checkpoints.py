@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from dense import Held, State, assemble, differences, held_slices
 from hypothesis import given
 from hypothesis import strategies as st
+from on_disk import flip
 from ranks import Ranks
 from safetensors.torch import load_file
 from saving import Trained, engine_on, progress, save, train
@@ -238,13 +239,6 @@ class TestRefused:
         assert not bait.exists()
         pickle.loads(contents.read_bytes())  # noqa: S301 - the bait itself works
         assert bait.exists()
-
-
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a file, which lies in some tensor's numbers."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 # --- export -----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from command_line import (
     triweave,
     wait_until,
 )
+from on_disk import flip
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from triweave.checkpoint.local_store import LocalStore
@@ -312,13 +313,6 @@ def test_directory_in_use_is_refused(finished: Path, tmp_path: Path) -> None:
     third = triweave("train", "run.yaml", *alone, f"--train.steps={last + 3}", cwd=folder)
     assert third.returncode == 0, third.stderr
     assert not (folder / "out" / "lock.json").exists()
-
-
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def seal(folder: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from command_line import make_workspace, triweave
+from on_disk import names
 from safetensors.torch import load_file
 from tiny_models import STYLES, tiny_llama, tiny_tokenizer
 from torch import Tensor
@@ -184,11 +185,6 @@ def test_a_run_resumes_what_was_converted(run: Path) -> None:
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-def names(folder: Path) -> list[str]:
-    """What a folder holds, hidden names too."""
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize(

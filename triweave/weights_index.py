@@ -97,7 +97,7 @@ def weights_index(folder: Path) -> dict[str, TensorEntry]:
     for file_name in sorted(set(weight_map.values())):
         listed = [name for name, holder in weight_map.items() if holder == file_name]
         if not (folder / file_name).is_file():
-            rule = f"is listed in {INDEX_FILE} (for {_some(listed)}) and is not there"
+            rule = f"is listed in {INDEX_FILE} (for {some_names(listed)}) and is not there"
             problems.append(Problem("model.path", folder / file_name, rule))
             continue
         try:
@@ -108,7 +108,7 @@ def weights_index(folder: Path) -> dict[str, TensorEntry]:
         absent = [name for name in listed if name not in header]
         if absent:
             problems.append(
-                Problem("model.path", folder / file_name, f"lacks {_some(absent)}, which {INDEX_FILE} lists")
+                Problem("model.path", folder / file_name, f"lacks {some_names(absent)}, which {INDEX_FILE} lists")
             )
         found.update((name, header[name]) for name in listed if name in header)
     if problems:
@@ -143,13 +143,15 @@ def index_problems(index: Mapping[str, TensorEntry], spec: ModelSpec, folder: Pa
     retyped = [f"{name} is {entry.dtype}" for name, entry in present.items() if entry.dtype not in WEIGHT_DTYPES]
     rules = []
     if missing:
-        rules.append(f"lacks {len(missing)} of the {len(expected)} tensors that config.json asks for: {_some(missing)}")
+        rules.append(
+            f"lacks {len(missing)} of the {len(expected)} tensors that config.json asks for: {some_names(missing)}"
+        )
     if reshaped:
-        rules.append(f"has weights of another shape than config.json says: {_some(reshaped)}")
+        rules.append(f"has weights of another shape than config.json says: {some_names(reshaped)}")
     if retyped:
-        rules.append(f"has weights that are none of {', '.join(WEIGHT_DTYPES)}: {_some(retyped)}")
+        rules.append(f"has weights that are none of {', '.join(WEIGHT_DTYPES)}: {some_names(retyped)}")
     if unknown:
-        rules.append(f"has tensors that are no part of a {spec.architecture}: {_some(unknown)}")
+        rules.append(f"has tensors that are no part of a {spec.architecture}: {some_names(unknown)}")
     return [Problem("model.path", folder, rule) for rule in rules]
 
 
@@ -236,6 +238,7 @@ def _shape(shape: Iterable[int]) -> str:
     return "[" + ", ".join(str(length) for length in shape) + "]"
 
 
-def _some(names: list[str]) -> str:
+def some_names(names: list[str]) -> str:
+    """The first few, for a message, and how many more there are."""
     rest = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

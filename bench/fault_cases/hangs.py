@@ -20,6 +20,7 @@ from fault_cases.workshop import Plant, make_files, make_run, note_when, start
 
 import triweave.training.loop as loop
 import triweave.training.step as step
+from triweave.groups import Group
 from triweave.pipeline import _Execution
 from triweave.recovery.watch import Watch
 from triweave.schedule.actions import Kind
@@ -122,34 +123,29 @@ def in_validating(what: Callable[[Path], None], folder: Path, process: Process) 
     loop.evaluate_step = evaluate
 
 
-def another_collective(folder: Path, process: Process) -> None:
-    """Gather where the others sum, at the end of step 3."""
+def in_third_sum(what: Callable[[torch.Tensor, Group], object], folder: Path, process: Process) -> None:
+    """Do it before the sum at the end of step 3, which all ranks call."""
     real, calls = step.all_reduce, [0]
 
-    def reduce(x: torch.Tensor, group: Any, *more: Any) -> torch.Tensor:
+    def reduce(x: torch.Tensor, group: Group, *more: Any) -> torch.Tensor:
         calls[0] += 1
         if calls[0] == 3:
             note_when(folder)
             if process.rank == GUILTY:
-                dist.all_gather([torch.empty_like(x) for _ in range(group.size)], x, group=group.handle)
+                what(x, group)
         return real(x, group, *more)
 
     step.all_reduce = reduce
 
 
-def one_collective_too_few(folder: Path, process: Process) -> None:
-    """Skip the sum at the end of step 3: from then on this rank is one behind."""
-    real, calls = step.all_reduce, [0]
+def gather_too(x: torch.Tensor, group: Group) -> None:
+    """Gather where the others sum."""
+    dist.all_gather([torch.empty_like(x) for _ in range(group.size)], x, group=group.handle)
 
-    def reduce(x: torch.Tensor, group: Any, *more: Any) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] == 3:
-            note_when(folder)
-            if process.rank == GUILTY:
-                time.sleep(600)
-        return real(x, group, *more)
 
-    step.all_reduce = reduce
+def stay_away(x: torch.Tensor, group: Group) -> None:
+    """Never come to the sum: from then on this rank is one behind."""
+    time.sleep(600)
 
 
 def message_not_sent(folder: Path, process: Process) -> None:
@@ -174,8 +170,15 @@ HANGS = (
     Hang("stopped by SIGSTOP", partial(in_action, stop_oneself), ("Rank 1", "does not answer"), "dp3"),
     Hang("stopped by SIGSTOP", partial(in_action, stop_oneself), ("Rank 1", "does not answer"), "pp2"),
     Hang("keeps the interpreter", partial(in_action, keep_the_interpreter), ("Rank 1", "does not answer"), "dp3"),
-    Hang("in another collective", another_collective, ("Rank 1", "in another collective", "all_gather"), "dp3"),
-    Hang("does not come to a collective", one_collective_too_few, ("Rank 1", "waits for no other rank"), "dp3"),
+    Hang(
+        "in another collective",
+        partial(in_third_sum, gather_too),
+        ("Rank 1", "in another collective", "all_gather"),
+        "dp3",
+    ),
+    Hang(
+        "does not come to a collective", partial(in_third_sum, stay_away), ("Rank 1", "waits for no other rank"), "dp3"
+    ),
     Hang("a message not sent", message_not_sent, ("step 3",), "pp2"),
     Hang("save stuck", partial(in_saving, forever), ("Rank 1", "saving"), "dp3"),
     Hang("save stuck", partial(in_saving, stop_oneself), ("Rank 1", "does not answer"), "tp2"),

@@ -17,10 +17,9 @@ from triweave.checkpoint.store import DamagedCheckpoint
 from triweave.conversion.megatron_names import EMBEDDING, HEAD, place_of
 from triweave.errors import InputError, Problem
 from triweave.model_spec import ModelSpec, TensorSpec
-from triweave.weights_index import TensorEntry, index_problems, weights_index
+from triweave.weights_index import TensorEntry, index_problems, some_names, weights_index
 
 WEIGHT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_NAMES_SHOWN = 3
 
 
 class Source(Protocol):
@@ -59,7 +58,7 @@ class HuggingFaceSource:
         names = {tensor.name for tensor in spec.tensors()}
         self.dtypes = {name: WEIGHT_DTYPES[self._entries[name].dtype] for name in names}
         left = sorted(self._entries.keys() - names)
-        self.dropped = (f"{_some(left)}: the model computes or shares them",) if left else ()
+        self.dropped = (f"{some_names(left)}: the model computes or shares them",) if left else ()
         self._file: BinaryIO | None = None
 
     def read(self, tensor: TensorSpec, start: int, stop: int) -> Tensor:
@@ -100,7 +99,7 @@ class CheckpointSource:
         unknown = [name for name in found if name.startswith(self.PREFIX) and name not in wanted]
         if unknown:
             raise InputError(
-                Problem("SRC", folder, f"holds another model: {_some(unknown)} is no part of config.json's")
+                Problem("SRC", folder, f"holds another model: {some_names(unknown)} is no part of config.json's")
             )
         self.dtypes = {name.removeprefix(self.PREFIX): found[name].dtype for name in wanted}
         left = sum(name not in wanted for name in found)
@@ -141,7 +140,7 @@ class MegatronSource:
         if spec.tie_word_embeddings:
             unknown = [name for name in unknown if name != HEAD]
         if unknown:
-            rule = f"holds another model: {_some(unknown)} is no part of config.json's"
+            rule = f"holds another model: {some_names(unknown)} is no part of config.json's"
             raise InputError(Problem("SRC", folder, rule))
         self.dtypes = {name: found[place.key].dtype for name, place in self._places.items()}
         states = sum(name not in wanted for name in found)
@@ -186,13 +185,10 @@ def _check_shapes(folder: Path, wanted: Mapping[str, tuple[int, ...]], found: Ma
     ]
     rules = []
     if missing:
-        rules.append(f"lacks {len(missing)} of the {len(wanted)} tensors that config.json asks for: {_some(missing)}")
+        rules.append(
+            f"lacks {len(missing)} of the {len(wanted)} tensors that config.json asks for: {some_names(missing)}"
+        )
     if other:
-        rules.append(f"has weights of another shape than config.json says: {_some(other)}")
+        rules.append(f"has weights of another shape than config.json says: {some_names(other)}")
     if rules:
         raise InputError([Problem("SRC", folder, rule) for rule in rules])
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -20,7 +20,7 @@ import torch
 
 import triweave
 from triweave.doctor.seen import DiskSeen, GpuSeen, Seen
-from triweave.probe.identity import asked_of_driver
+from triweave.probe.identity import asked_of_driver, number_in
 from triweave.training.process import Process
 
 WRITTEN_BYTES = 32 * 2**20
@@ -69,7 +69,7 @@ def look_at_gpu(device: torch.device) -> GpuSeen | None:
     if re.fullmatch(r"\d+(,\d+)*", visible):
         index = int(visible.split(",")[index])
     figures = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "power.draw", "ecc.errors.uncorrected.volatile.total")
-    clock, highest, degrees, watts, errors = map(_number, asked_of_driver(index, figures))
+    clock, highest, degrees, watts, errors = map(number_in, asked_of_driver(index, figures))
     # Named so since driver 535; the older name has gone with some that came after.
     reasons = "".join(asked_of_driver(index, ("clocks_event_reasons.active",)))
     reasons = reasons or "".join(asked_of_driver(index, ("clocks_throttle_reasons.active",)))
@@ -199,10 +199,3 @@ def _topology() -> tuple[tuple[str, ...], ...]:
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return parse_topology(done.stdout)
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None

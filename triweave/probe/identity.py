@@ -44,8 +44,8 @@ def identify(device: torch.device, num_gpus: int, name: str | None) -> Profile:
         cuda=torch.version.cuda or "",
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "",
         driver=driver,
-        power_limit_watts=_number(power),
-        max_sm_clock_mhz=_number(clock),
+        power_limit_watts=number_in(power),
+        max_sm_clock_mhz=number_in(clock),
     )
 
 
@@ -80,10 +80,11 @@ def sm_clock_mhz(device: torch.device) -> float | None:
     """The clock now, while kernels run."""
     if device.type != "cuda":
         return None
-    return _number(asked_of_driver(device.index or 0, ("clocks.sm",))[0])
+    return number_in(asked_of_driver(device.index or 0, ("clocks.sm",))[0])
 
 
-def _number(word: str) -> float | None:
+def number_in(word: str) -> float | None:
+    """A figure of the driver; None where it is no number (`[N/A]`)."""
     try:
         return float(word)
     except ValueError:
