@@ -18,6 +18,8 @@ from triweave.dryrun.check import check, to_json
 from triweave.layout import Layout, even_layers
 from triweave.planner.forecast import cluster_seen, forecast, run_identity
 from triweave.planner.memory import predict_memory
+from triweave.schedule.actions import Action, Kind
+from triweave.training.clock import Clock
 from triweave.training.foretold import REST, Foretold, Peak, compare, measure, told_peaks
 
 GIB = 2**30
@@ -118,3 +120,21 @@ def test_a_card_is_known_by_its_name(name: str, gpu: str | None) -> None:
     assert (found.gpu.name if found else None) == gpu
     if found:
         assert (found.num_nodes, found.gpus_per_node) == (2, 8)
+
+
+def test_a_clock_takes_nobody_s_place(tmp_path: Path) -> None:
+    """While a step is timed whoever was told of actions before is told still, the watch over hangs above all."""
+    pipeline = engine_for(tiny_config(tmp_path), Layout(layers=(4,)), 8, 1, weights="random").pipeline
+    told: list[Action | None] = []
+    pipeline.before_action = told.append
+    clock, action = Clock(torch.device("cpu")), Action(Kind.FORWARD, 0, 0)
+    leave = clock.follow(pipeline)
+    clock.start()
+    pipeline.before_action(action)
+    pipeline.after_action(action)
+    pipeline.before_action(None)
+    assert told == [action, None]
+    assert [span.action for span in clock.stop()[1]] == [action]
+    leave()
+    pipeline.before_action(action)
+    assert told == [action, None, action]

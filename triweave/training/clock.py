@@ -26,9 +26,18 @@ class Clock:
         self._ends: list[_Moment] = []
 
     def follow(self, pipeline: Pipeline) -> Callable[[], None]:
-        """Be told of every action of `pipeline`; returns what ends that."""
+        """Be told of every action of `pipeline`, as well as who is told already; returns what ends that."""
         before, after = pipeline.before_action, pipeline.after_action
-        pipeline.before_action, pipeline.after_action = self._before, self._after
+
+        def both_before(action: Action | None) -> None:
+            before(action)
+            self._before(action)
+
+        def both_after(action: Action) -> None:
+            self._after(action)
+            after(action)
+
+        pipeline.before_action, pipeline.after_action = both_before, both_after
 
         def leave() -> None:
             pipeline.before_action, pipeline.after_action = before, after
