@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
+import shutil
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, stacks: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    # Written by the signal's handler itself, so also where the interpreter's lock is never given back.
+    faulthandler.register(signal.SIGUSR2, file=stacks.open("w"), all_threads=True)
     torch.set_num_threads(1)
     while True:
         job = connection.recv()
@@ -50,24 +57,30 @@ class Ranks:
             ["torch", "torch.distributed.tensor", "triweave.training.step", "pytest", "hypothesis"]
         )
         self.workers: list[tuple[Any, Connection]] = []
+        # Of stores and stacks, kept until the processes are gone: torch's file store, which a rank drops after it
+        # has answered, waits its whole time-out (2.13) for a folder that is removed while it does so.
+        self.folder = Path(tempfile.mkdtemp())
+        self.runs = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(rank, *args)` on every rank of a fresh gloo group; returns what each gave, by rank."""
         while len(self.workers) < world_size:
             ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
+            self.folder.mkdir(exist_ok=True)
+            process = self.context.Process(target=_serve, args=(theirs, self._stacks(len(self.workers))), daemon=True)
             process.start()
             self.workers.append((process, ours))
-        with tempfile.TemporaryDirectory() as folder:
-            store = os.path.join(folder, "store")
-            for rank, (_, connection) in enumerate(self.workers[:world_size]):
-                connection.send((function, args, rank, world_size, store))
-            answers: list[Any] = []
-            for rank, (_, connection) in enumerate(self.workers[:world_size]):
-                if not connection.poll(TIMEOUT_S):
-                    self.close()
-                    raise TimeoutError(f"rank {rank} of {world_size} gave no answer in {TIMEOUT_S} s")
-                answers.append(connection.recv())
+        self.runs += 1
+        store = str(self.folder / f"store-{self.runs}")
+        for rank, (_, connection) in enumerate(self.workers[:world_size]):
+            connection.send((function, args, rank, world_size, store))
+        answers: list[Any] = []
+        for rank, (_, connection) in enumerate(self.workers[:world_size]):
+            if not connection.poll(TIMEOUT_S):
+                stacks = self.where(world_size)
+                self.close()
+                raise TimeoutError(f"rank {rank} of {world_size} gave no answer in {TIMEOUT_S} s\n{stacks}")
+            answers.append(connection.recv())
         failures = [f"rank {rank}:\n{answer}" for rank, (good, answer) in enumerate(answers) if not good]
         if failures:
             # After a failure the other ranks may still sit in a collective: start with new processes next time.
@@ -75,9 +88,20 @@ class Ranks:
             raise RuntimeError("\n".join(failures))
         return [answer for _, answer in answers]
 
+    def where(self, world_size: int) -> str:
+        """The stacks of all threads of the first ranks."""
+        for process, _ in self.workers[:world_size]:
+            os.kill(process.pid, signal.SIGUSR2)
+        time.sleep(1)
+        return "\n".join(f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in range(world_size))
+
+    def _stacks(self, rank: int) -> Path:
+        return self.folder / f"stacks-{rank}"
+
     def close(self) -> None:
         """End all processes."""
         for process, connection in self.workers:
             process.kill()
             connection.close()
         self.workers = []
+        shutil.rmtree(self.folder, ignore_errors=True)
