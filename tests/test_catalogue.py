@@ -166,6 +166,7 @@ def test_every_gpu_is_whole() -> None:
     [
         ("4x8xh100-80gb", 8),
         ("1x4xh100-80gb", 4),
+        ("2x4xh100-80gb", 4),
         ("36x4xgb200-186gb", 72),
         ("2x4xgb200-186gb", 8),
         ("2x8xa100-pcie-80gb", 1),

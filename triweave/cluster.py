@@ -31,7 +31,7 @@ class Gpu:
     nvlink_bandwidth: float = 0.0
     """Bytes a second of one GPU in one direction; 0 where GPUs talk over PCIe."""
     nvlink_domain: int = 8
-    """GPUs that NVLink joins; a domain may be wider than a node (GB200 NVL72)."""
+    """GPUs that NVLink joins; wider than the largest of `node_sizes`, it joins nodes (GB200 NVL72)."""
     nic_bandwidth: float = 0.0
     """Network bytes a second of one GPU in one direction, in the node it is usually sold in."""
     pcie_bandwidth: float = 0.0
@@ -62,6 +62,9 @@ class Cluster:
         """Neighbouring ranks that NVLink joins: a node's GPUs, or those of several nodes of an NVL72 rack."""
         if self.gpu.nvlink_bandwidth == 0:
             return 1
+        if self.gpu.nvlink_domain <= max(self.gpu.node_sizes, default=0):
+            # The switch sits in the node: two nodes with half of the GPUs each are not joined.
+            return self.gpus_per_node
         whole_nodes = self.gpu.nvlink_domain // self.gpus_per_node * self.gpus_per_node
         return min(self.world_size, max(self.gpus_per_node, whole_nodes))
 

@@ -10,6 +10,7 @@ from triweave.planner.machine import Trainer
 from triweave.planner.time_attention import attention_s
 from triweave.planner.time_collectives import all_reduce_s, overlapped_s, reduce_scatter_s, send_s
 from triweave.planner.time_exchange import Linear, Products, column_s, row_s, uses_copy_engines
+from triweave.planner.time_host import host_of_stack
 from triweave.planner.time_parts import Parts, Place, Work, add, chain
 from triweave.planner.time_stack import Bytes
 
@@ -45,6 +46,13 @@ def layer_work(place: Place) -> Work:
     if place.trainer is not None:
         ahead, back = _ratios(place.trainer, place.tp.ranks, products_share(whole))
         whole = Work(whole.forward.times(ahead), whole.backward_input.times(back), whole.backward_weight.times(back))
+    if not stack.own:
+        host = host_of_stack(place)
+        whole = Work(
+            whole.forward.at_least(host.forward),
+            whole.backward_input.at_least(host.backward_input),
+            whole.backward_weight.at_least(host.backward_weight),
+        )
     forward, backward_input, backward_weight, _ = whole
     if "layer" in chosen:
         return whole._replace(recompute=add(forward, mlp.last.times(-ahead)) if stack.own else forward)

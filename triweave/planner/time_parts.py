@@ -25,6 +25,8 @@ class Parts(NamedTuple):
     memory: float = 0.0
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
+    host: float = 0.0
+    """The GPU waits for a layer's kernels to be launched."""
 
     @property
     def total(self) -> float:
@@ -34,6 +36,10 @@ class Parts(NamedTuple):
     def times(self, factor: float) -> Parts:
         """Every part times `factor`."""
         return Parts._make([seconds * factor for seconds in self])
+
+    def at_least(self, floor: float) -> Parts:
+        """The same, waiting for the host where that takes `floor` seconds to launch it."""
+        return self._replace(host=self.host + max(0.0, floor - self.total))
 
 
 def add(*parts: Parts) -> Parts:

@@ -141,7 +141,7 @@ def predict_step(
         parts.memory,
         parts.tensor_parallel,
         parts.context_parallel,
-        waiting + arriving,
+        parts.host + waiting + arriving,
         length - parts.total - gathering,
         gathering + data_parallel,
         optimizer,
