@@ -27,6 +27,7 @@ from triweave.parameters import LocalParameter, stage_parameters
 from triweave.sharding import ALIGNMENT, Unit, make_units, place_parameters
 from triweave.training.engine import Engine
 from triweave.training.step import Batch, evaluate_step, train_step
+from triweave.transport.across import Across
 from triweave.transport.buffers import PlainMemory
 from triweave.verify.reference import Sample
 
@@ -41,8 +42,8 @@ CPU = torch.device("cpu")
 def unit_of(parameters: list[LocalParameter], dp: int, rank: int, shard: Shard) -> Unit:
     """A unit as data-parallel rank `rank` of `dp` holds it; nothing communicates."""
     group = Group(tuple(range(dp)), rank)
-    groups = Groups(Layout(dp=dp), rank, CPU, group, alone(), group, alone(), alone())
-    unit = Unit("layers.0", parameters, groups, shard, torch.float32)
+    groups = Groups(Layout(dp=dp), rank, CPU, group, alone(), group, group, alone(), alone(), alone())
+    unit = Unit("layers.0", parameters, groups, shard, torch.float32, Across(alone()))
     unit.allocate(PlainMemory(group, CPU))
     return unit
 
@@ -95,7 +96,7 @@ def test_wrong_plan_is_seen() -> None:
     layout = Layout(layers=(1,))
     planned = list(stage_parameters(spec, layout, 0, 0))
     wider = list(stage_parameters(ModelSpec(10, 8, 24, 1, 2, 2, 4), layout, 0, 0))
-    groups = Groups(layout, 0, CPU, alone(), alone(), alone(), alone(), alone())
+    groups = Groups(layout, 0, CPU, *[alone()] * 7)
 
     def place(parameters: list[LocalParameter]) -> None:
         with torch.device("meta"):

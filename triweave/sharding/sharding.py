@@ -137,8 +137,8 @@ class Sharding:
                 inside = unit.in_shard(segment.start, segment.stop)
                 if segment.piece.replicas > 1 and inside is not None:
                     square -= (1 - 1 / segment.piece.replicas) * unit.gradient[inside].square().sum()
-            whole = unit.dp.size if unit.shard == "none" else 1
-            total += square / (whole * unit.tied_copies)
+            holders = unit.across.group.size * (unit.shards.size if unit.shard == "none" else 1)
+            total += square / (holders * unit.tied_copies)
         return total
 
     def publish(self) -> None:
