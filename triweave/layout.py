@@ -96,6 +96,11 @@ class Layout:
         """Whether `shard` splits among fewer ranks than there are, so that its slices are kept several times."""
         return self.shard != "none" and self.shard_ranks < self.replicas
 
+    @property
+    def sharing(self) -> str:
+        """What is shared out among whom, in words: `optimizer`, `full among 8` where there are shard groups of 8."""
+        return f"{self.shard} among {self.shard_ranks}" if self.uses_shard_groups else self.shard
+
     def size(self, axis: Axis) -> int:
         """Number of ranks along `axis`."""
         return int(getattr(self, axis))

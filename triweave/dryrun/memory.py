@@ -174,6 +174,6 @@ def peer_bytes(engine: Engine, resolved: ResolvedRun) -> int:
 
 def nccl_bytes(groups: Groups) -> int:
     """What NCCL takes for this rank's communicators."""
-    all_reducing = (groups.world, groups.tp, groups.shards, groups.across, groups.kv, groups.tied)
-    shared = sum(group.size > 1 for group in all_reducing)
+    used = (groups.world, groups.tp, groups.shards, groups.across, groups.kv, groups.tied)
+    shared = sum(group.size > 1 for group in used)
     return shared * OURS.nccl_bytes_per_group + len(groups.channels) * OURS.nccl_bytes_per_channel

@@ -243,10 +243,10 @@ class Unit:
             self._place_main_grads()
 
     def start_reduction(self) -> Reduction:
-        """Start to sum the whole gradients; nothing may be added to them any more.
+        """Start to sum the whole gradients over the data-parallel ranks; nothing may be added to them any more.
 
-        Over all data-parallel ranks, but where only shards are kept: then inside the shard group, and what all
-        reductions of a step have given is summed across the groups once (`start_sum_across`).
+        Where only shards are kept, over the ranks of the shard group alone: what a step's reductions have given is
+        summed across the groups once (`start_sum_across`).
 
         Raises:
             RuntimeError: there are no whole gradients, which is a bug.
@@ -270,7 +270,7 @@ class Unit:
             self.gradient.add_(self._owned(whole))
 
     def start_sum_across(self) -> Work | None:
-        """Start to sum this rank's sums with those of the other shard groups, where only shards are kept."""
+        """Start to sum this rank's shard with those of the other shard groups; None where there is one group."""
         return self.across.all_reduce(self.gradient)
 
     def _owned(self, flat: Tensor) -> Tensor:
