@@ -132,6 +132,11 @@ class Layout:
             if start // self.tp % self.shard_ranks == 0
         ]
 
+    def shard_group_of(self, rank: int) -> int:
+        """Number of the shard group that `rank` belongs to, among those of its place on the other axes."""
+        at = self.coordinates(rank)
+        return (at.dp * self.cp + at.cp) // self.shard_ranks
+
     def replica_groups(self) -> list[tuple[int, ...]]:
         """Every group of ranks that hold the same slice: what shard groups sum among each other."""
         stride, count = self.tp * self.shard_ranks, self.replicas // self.shard_ranks

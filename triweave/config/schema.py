@@ -53,7 +53,7 @@ class LayoutConfig:
     shard: Shard = "optimizer"
     """What data-parallel ranks share out: none, optimizer (ZeRO-1), gradients (ZeRO-2) or full (ZeRO-3, FSDP)."""
     shard_group: int | None = None
-    """Neighbouring ranks of dp x cp that `shard` splits among; left out, all of them. Fewer can be planned only."""
+    """Neighbouring ranks of dp x cp that `shard` splits among; left out, all of them. Fewer: HSDP."""
     recompute: tuple[Recompute, ...] = ()
     """What backward computes again instead of keeping: norm, swiglu, attention, mlp (swiglu included), layer (all)."""
     layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
