@@ -90,9 +90,7 @@ LAYOUTS = {
     "dp2-optimizer-groups-of-1": Layout(dp=2, shard="optimizer", shard_group=1),
     "tp2-dp4-gradients-groups-of-2": Layout(tp=2, dp=4, shard="gradients", shard_group=2),
     "pp2-dp4-optimizer-groups-of-2-zero-bubble": Layout(pp=2, dp=4, shard_group=2, schedule="zero-bubble"),
-    "pp2-dp4-full-groups-of-2-zero-bubble": Layout(
-        pp=2, dp=4, shard="full", shard_group=2, schedule="zero-bubble"
-    ),
+    "pp2-dp4-full-groups-of-2-zero-bubble": Layout(pp=2, dp=4, shard="full", shard_group=2, schedule="zero-bubble"),
     "pp2-vpp2-dp4-gradients-groups-of-2": Layout(
         pp=2, vpp=2, dp=4, shard="gradients", shard_group=2, schedule="interleaved"
     ),

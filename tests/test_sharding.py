@@ -209,6 +209,9 @@ ODD = {
     "tied-tp2-pp2-full": (Layout(tp=2, pp=2, dp=2, shard="full"), {"tie_word_embeddings": True}),
     "dp3-none": (Layout(dp=3, shard="none"), {}),
     "dp3-full": (Layout(dp=3, shard="full"), {}),
+    "dp6-full-groups-of-2": (Layout(dp=6, shard="full", shard_group=2), {}),
+    "dp6-optimizer-groups-of-3": (Layout(dp=6, shard_group=3), {}),
+    "tied-pp2-groups-of-1": (Layout(pp=2, dp=2, shard_group=1), {"tie_word_embeddings": True}),
     "padded-vocabulary": (Layout(tp=4, pp=2), {"vocab_size": 301}),
 }
 

@@ -128,6 +128,8 @@ class TrainConfig:
     """When the loss rises spike_factor deviations above the median of the last 64 steps; `stop` ends before saving."""
     spike_factor: float = 10.0
     """Deviations (1.4826 x median absolute deviation, at least 1 % of the median) that make a spike."""
+    compare_replicas_every: int = 100
+    """Steps between comparisons, bit for bit, of what replicas must hold alike, also made before saves; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
