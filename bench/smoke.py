@@ -1,6 +1,8 @@
-"""Every axis that two GPUs allow: `verify` in float32 and bfloat16, then a few steps of training.
+"""Every axis that two GPUs allow, and shard groups on four: `verify` in float32 and bfloat16, then some training.
 
-    python bench/smoke.py --out results.json            # two GPUs (NCCL), or two CPU processes (gloo)
+    python bench/smoke.py --out results.json            # GPUs (NCCL), or CPU processes (gloo)
+
+Shard groups need four ranks; with two or three GPUs they are skipped, and that is said.
 
 The model is a small random Llama; its documents are packed, so that variable-length attention runs too. For each
 layout: does it equal transformers, does its loss fall, how fast, how much memory. Last, the command line: the same
@@ -61,6 +63,11 @@ LAYOUTS = {
     "dp2 gradients": LayoutConfig(shard="gradients"),
     "dp2 full": LayoutConfig(shard="full"),
     "dp2 full recompute layer": LayoutConfig(shard="full", recompute=("layer",)),
+}
+LAYOUTS_OF_FOUR = {
+    "dp4 optimizer groups of 2": LayoutConfig(shard="optimizer", shard_group=2),
+    "dp4 gradients groups of 2": LayoutConfig(shard="gradients", shard_group=2),
+    "dp4 full groups of 2": LayoutConfig(shard="full", shard_group=2),
 }
 
 
@@ -189,21 +196,31 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, documents = write_inputs(folder, small=small)
-        jobs = []
-        for layout_name, layout in LAYOUTS.items():
-            if not options.only or layout_name in options.only.split(","):
-                for dtype in ("float32", "bfloat16"):
-                    run = run_for(model, documents, folder, layout, dtype, small=small)
-                    jobs.append((layout_name, dtype, validate(run, world_size=2)))
+        by_ranks: dict[int, list[tuple[str, str, ResolvedRun]]] = {}
+        for num_ranks, layouts in ((2, LAYOUTS), (4, LAYOUTS_OF_FOUR)):
+            if not small and torch.cuda.device_count() < num_ranks:
+                print(f"skipped, for want of {num_ranks} GPUs: {', '.join(layouts)}", flush=True)
+                continue
+            for layout_name, layout in layouts.items():
+                if not options.only or layout_name in options.only.split(","):
+                    for dtype in ("float32", "bfloat16"):
+                        run = run_for(model, documents, folder, layout, dtype, small=small)
+                        job = (layout_name, dtype, validate(run, world_size=num_ranks))
+                        by_ranks.setdefault(num_ranks, []).append(job)
+        if not by_ranks:
+            return 2
+        jobs = [job for of_ranks in by_ranks.values() for job in of_ranks]
         prepared = prepare(jobs[0][2].run, jobs[0][2].spec.vocab_size)
         for dtype in ("float32", "bfloat16"):
             resolved = next(job[2] for job in jobs if job[1] == dtype)
             keep_reference(resolved, prepared, dtype)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        code = run_ranks(2, functools.partial(measure, jobs, prepared, options.out))
-        if code:
-            return code
-        rows = json.loads(options.out.read_text())
+        rows = []
+        for num_ranks, of_ranks in by_ranks.items():
+            code = run_ranks(num_ranks, functools.partial(measure, of_ranks, prepared, options.out))
+            if code:
+                return code
+            rows += json.loads(options.out.read_text())
         exact = run_for(model, documents, folder, LAYOUTS["tp2"], "bfloat16", small=small)
         exact = replace(exact, runtime=RuntimeConfig(deterministic=True))
         cli = {} if options.only else command_line(exact, folder)

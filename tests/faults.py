@@ -14,9 +14,10 @@ from triweave.checkpoint.hugging_face_read import WeightReader
 from triweave.layers.cross_entropy import IGNORE
 from triweave.layers.rotary import Rotation
 from triweave.parameters import Piece
-from triweave.sharding import Sharding
+from triweave.sharding import Sharding, Unit
 from triweave.training import engine as engine_module
 from triweave.training.step import Batch
+from triweave.transport.across import Across
 from triweave.verify import compare
 
 
@@ -111,6 +112,21 @@ def rotary_pairs_interleaved() -> Iterator[None]:
         return (permuted * self.cos + torch.cat((-second, first), dim=-1) * self.sin)[..., order]
 
     with patch.object(Rotation, "__call__", interleaved):
+        yield
+
+
+@contextmanager
+def shard_groups_not_summed() -> Iterator[None]:
+    """Each shard group trains on the sums of its own ranks alone."""
+    with patch.object(Across, "all_reduce", lambda self, part, after=None: after):
+        yield
+
+
+@contextmanager
+def one_unit_not_summed_across() -> Iterator[None]:
+    """Shard groups leave out the sum of the third layer."""
+    start = Unit.start_sum_across
+    with patch.object(Unit, "start_sum_across", lambda self: None if self.name == "layers.2" else start(self)):
         yield
 
 

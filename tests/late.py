@@ -16,7 +16,7 @@ from torch import Tensor
 
 from triweave.collectives import Pending, all_reduce, gather_into, reduce_scatter_into
 from triweave.groups import Group
-from triweave.transport import buffers
+from triweave.transport import across, buffers
 
 
 @dataclass
@@ -68,5 +68,6 @@ def late_collectives() -> Iterator[None]:
         patch.object(buffers, "gather_into", _late_gather),
         patch.object(buffers, "reduce_scatter_into", _late_reduce_scatter),
         patch.object(buffers, "start_all_reduce", _late_all_reduce),
+        patch.object(across, "start_all_reduce", _late_all_reduce),
     ):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from saving import Trained, engine_on, progress, save, train
 from tiny_configs import tiny_config
 from torch import Tensor
 
+from triweave.checkpoint.metadata_file import CheckpointReader
 from triweave.checkpoint.slices import rectangles
 from triweave.errors import InputError
 from triweave.layout import Layout
@@ -37,6 +39,7 @@ SAVED_ON = {
     "untied": (Layout(tp=2, pp=2, dp=2), MODEL),
     "tied": (Layout(tp=2, pp=2, dp=2), MODEL | {"tie_word_embeddings": True}),
     "uneven-full": (Layout(pp=2, dp=3, shard="full", layers=(3, 1)), MODEL | {"intermediate_size": 46}),
+    "groups": (Layout(dp=6, shard="gradients", shard_group=2), MODEL),
     "vpp-replicas": (Layout(pp=2, vpp=2, dp=3, shard="none", schedule="interleaved"), MODEL),
 }
 """What a checkpoint was saved on."""
@@ -99,10 +102,14 @@ class TestLayouts:
             ("uneven-full", Layout(dp=6)),
             ("uneven-full", Layout(tp=2, pp=2, layers=(1, 3))),
             ("vpp-replicas", Layout(pp=4, schedule="zero-bubble")),
+            ("groups", Layout(dp=6, shard="full", shard_group=3)),
+            ("groups", Layout(tp=2, dp=3)),
+            ("untied", Layout(dp=6, shard_group=2)),
         ],
         ids=[
             *("one", "tp4", "pp4", "dp3-full", "vpp2", "tied-one", "tied-pp2-dp3"),
             *("uneven-dp6", "uneven-tp2-pp2", "vpp-pp4"),
+            *("groups-of-3", "groups-tp2-dp3", "into-groups"),
         ],
         indirect=["saved"],
     )
@@ -123,6 +130,21 @@ class TestLayouts:
         answers = ranks.run(size, load_on_rank, saved.folder, saved.layout, saved.checkpoint, STEPS)
         assert [after for _, _, after, _ in answers] == [saved.after] * size
         assert differences(assemble(saved.spec, [end for *_, end in answers]), saved.end, *MOMENTS) == []
+
+    @pytest.mark.parametrize("saved", ["groups", "vpp-replicas"], indirect=True)
+    def test_each_part_is_written_once(self, saved: Saved) -> None:
+        """What several ranks hold is in one file, and all of them have a share of the writing."""
+        contents = CheckpointReader(saved.checkpoint).read_metadata()
+        written = Counter[str]()
+        for place in contents.storage_data.values():
+            written[place.relative_path] += place.length
+        files = {path.name: path.stat().st_size for path in Path(saved.checkpoint).glob("*.distcp")}
+        assert {name: written[name] for name in files} == files
+        assert len(files) == saved.layout.world_size
+        if saved.layout.uses_shard_groups:
+            assert max(files.values()) < 2 * min(files.values())
+        for table in contents.state_dict_metadata.values():
+            assert sum(chunk.sizes.numel() for chunk in table.chunks) == table.size.numel()
 
     @pytest.mark.parametrize("saved", ["untied", "tied"], indirect=True)
     def test_torch_reads_it(self, saved: Saved) -> None:

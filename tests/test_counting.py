@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
         names = {group.ranks: "pipeline" for group in groups.channels.values()}
         named: Counts = Counter()
         for kind, ranks, _ in self.calls:
-            for name in ("tied", "kv", "dp", "tp", "world"):
+            for name in ("tied", "kv", "across", "shards", "dp", "tp", "world"):
                 if kind not in ("send", "receive") and getattr(groups, name).ranks == ranks:
                     names[ranks] = name
             named[kind, names.get(ranks, str(ranks))] += 1
@@ -172,8 +172,11 @@ def test_overlapped_layer_moves_the_same_bytes(
 
 def count_steps(
     rank: int, folder: Path, layout: Layout, samples: list[Sample]
-) -> tuple[tuple[Counts, Counts, Counts], set[int]]:
-    """Calls of two training steps with a validation step between them; replicas of the slices in this rank's shard."""
+) -> tuple[tuple[Counts, Counts, Counts], set[int], tuple[int, int]]:
+    """Calls of two training steps with a validation step between them; replicas of the slices in this rank's shard.
+
+    And the bytes that the last step sums across shard groups, with those that this rank owns of the float32 sums.
+    """
     engine = engine_for(folder, layout, SEQ, len(samples) // layout.dp, weights="random")
     batch = local_batch(samples, layout, engine.groups.at.dp)
     counted = []
@@ -187,7 +190,9 @@ def count_steps(
         for segment in unit.segments()
         if segment.piece.partial and unit.in_shard(segment.start, segment.stop) is not None
     }
-    return (counted[0], counted[1], counted[2]), partial
+    across = sum(nbytes for _, ranks, nbytes in recorder.calls if ranks == engine.groups.across.ranks)
+    owned = 4 * sum(unit.shard_stop - unit.shard_start for unit in engine.sharding.units)
+    return (counted[0], counted[1], counted[2]), partial, (across, owned)
 
 
 def asked_for(
@@ -233,11 +238,14 @@ def asked_for(
             "gradients": (backward, micro_batches * backward),
             "full": (0, micro_batches * backward),
         }[layout.shard]
-        counts["all-gather", "dp"] = units * gathers
+        among = "shards" if layout.uses_shard_groups else "dp"
+        counts["all-gather", among] = units * gathers
         if layout.shard == "full":
-            counts["all-gather", "dp"] = gathers_of_full(spec, layout, at.pp, micro_batches, training=training)
-        counts["reduce-scatter", "dp"] = units * reductions
-        counts["all-reduce", "dp"] = units * backward if layout.shard == "none" else 0
+            counts["all-gather", among] = gathers_of_full(spec, layout, at.pp, micro_batches, training=training)
+        counts["reduce-scatter", among] = units * reductions
+        counts["all-reduce", among] = units * backward if layout.shard == "none" else 0
+        # Once a step, however many micro-batches there are.
+        counts["all-reduce", "across"] = units * backward if layout.uses_shard_groups else 0
     if copied and (embeds or heads):
         counts["all-reduce", "tied"] = backward
     counts["all-reduce", "world"] = 1  # loss and squared gradient norm together
@@ -266,6 +274,12 @@ STEPS = {
     "none": (Layout(tp=2, pp=2, dp=2, sequence_parallel=False, shard="none"), {}),
     "gradients-interleaved": (Layout(tp=2, pp=2, vpp=2, dp=2, shard="gradients", schedule="interleaved"), {}),
     "full-zero-bubble": (Layout(tp=2, pp=2, dp=2, shard="full", schedule="zero-bubble"), {}),
+    "optimizer-groups": (Layout(dp=4, shard_group=2), {}),
+    "gradients-groups": (Layout(tp=2, dp=4, shard="gradients", shard_group=2), {}),
+    "full-groups-zero-bubble": (
+        Layout(pp=2, dp=4, shard="full", shard_group=2, schedule="zero-bubble"),
+        {"tie_word_embeddings": True},
+    ),
     "tied": (Layout(tp=2, pp=2, dp=2), {"tie_word_embeddings": True}),
     "tied-gpipe": (Layout(tp=2, pp=2, schedule="gpipe"), {"tie_word_embeddings": True}),
     "tied-one-stage": (Layout(tp=2, dp=2), {"tie_word_embeddings": True}),
@@ -284,12 +298,13 @@ def test_step_communicates_what_is_asked_for(
     micro_batches = 4
     samples = make_samples(micro_batches * layout.dp, 1, SEQ, 300, packed=False)
     counted = ranks.run(layout.world_size, count_steps, folder, layout, samples)
-    for rank, ((first, evaluated, second), partial) in enumerate(counted):
+    for rank, ((first, evaluated, second), partial, (across, owned)) in enumerate(counted):
         training = asked_for(spec, layout, rank, micro_batches, partial, training=True)
         assert first == training, rank
         assert evaluated == asked_for(spec, layout, rank, micro_batches, partial, training=False), rank
         assert second == training, rank
-    held = set.union(*(partial for _, partial in counted))
+        assert across == (owned if layout.uses_shard_groups else 0), rank
+    held = set.union(*(partial for _, partial, _ in counted))
     assert (layout.tp in held) == layout.uses_sequence_parallel
     assert (kv_replicas(spec, layout.tp) in held) == (kv_replicas(spec, layout.tp) > 1)
 

@@ -26,7 +26,7 @@ from triweave.doctor.judge import chosen_interfaces, judge
 from triweave.doctor.judge_measured import judge_groups, judge_links, judge_ranks
 from triweave.doctor.look import parse_topology
 from triweave.doctor.measure import Between, tournament
-from triweave.doctor.run import Options, Report, visit
+from triweave.doctor.run import Options, Report, groups_of, visit
 from triweave.doctor.seen import DiskSeen, GpuSeen, Seen, seen_from_json
 from triweave.doctor.table import to_json, to_text
 from triweave.doctor.wanted import Wanted, wanted_by
@@ -125,6 +125,25 @@ def found(
     said, _, page = out.read_text().partition("\n")
     findings: list[dict[str, str]] = json.loads(said)["findings"]
     return code, findings, page
+
+
+def test_groups_of_a_layout_are_measured() -> None:
+    """Every axis has its groups; with shard groups those that share and those across stand in place of all replicas."""
+    seen = job(1)
+
+    def measured(layout: Layout) -> dict[str, list[tuple[int, ...]]]:
+        return dict(groups_of(Wanted(layout), seen))
+
+    every = [tuple(range(8))]
+    assert measured(Layout(tp=2, dp=4)) == {
+        "tp": Layout(tp=2, dp=4).groups("tp"),
+        "dp": [(0, 2, 4, 6), (1, 3, 5, 7)],
+        "world": every,
+    }
+    found = measured(Layout(tp=2, dp=4, shard="full", shard_group=2))
+    assert found.keys() == {"tp", "shards", "across", "world"}
+    assert found["shards"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert found["across"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 def test_a_healthy_job_has_no_findings(tmp_path: Path) -> None:

@@ -112,6 +112,9 @@ LAYOUTS = {
     "dp4-optimizer": Layout(dp=4),
     "dp4-gradients": Layout(dp=4, shard="gradients"),
     "dp4-full": Layout(dp=4, shard="full"),
+    "dp4-optimizer-groups": Layout(dp=4, shard_group=2),
+    "dp4-gradients-groups": Layout(dp=4, shard="gradients", shard_group=2),
+    "dp8-full-groups": Layout(dp=8, shard="full", shard_group=4),
     "tp2-pp2-dp2-full": Layout(tp=2, pp=2, dp=2, shard="full", recompute=("layer",)),
 }
 

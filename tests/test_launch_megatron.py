@@ -31,6 +31,8 @@ LAYOUTS: list[dict[str, str | None]] = [
     {"layout__tp": "4", "layout__vpp": "5", "layout__schedule": "interleaved", "train__global_batch": "128"},
     {"layout__tp": "4", "layout__shard": "full", "layout__recompute": "[layer]"},
     {"layout__tp": "2", "layout__pp": "2", "layout__shard": "gradients", "layout__micro_batch": "2"},
+    {"layout__tp": "2", "layout__shard_group": "2"},
+    {"layout__tp": "2", "layout__pp": "2", "layout__shard": "full", "layout__shard_group": "4"},
     {"layout__recompute": "[norm,mlp]", "layout__sequence_parallel": "false"},
     {"layout__layers": "[21, 20, 20, 19]", "model__fp8": "true"},
     {"model__dtype": "float32", "train__steps": None, "train__epochs": "1"},
@@ -51,7 +53,7 @@ def test_layout_comes_back(changed: dict[str, str | None], tmp_path: Path) -> No
     path.write_text(run_file_from(read_script(script_of(run))), encoding="utf-8")
     again = validate(load_run(path, ["--cluster", "4x8xh100-80gb"]), dry=True)
     mine, theirs = run.layout, again.layout
-    for field in ("tp", "pp", "vpp", "cp", "dp", "micro_batch", "layers", "schedule", "recompute"):
+    for field in ("tp", "pp", "vpp", "cp", "dp", "micro_batch", "layers", "schedule", "recompute", "shard_group"):
         assert getattr(mine, field) == getattr(theirs, field), field
     assert mine.uses_sequence_parallel == theirs.uses_sequence_parallel
     assert mine.dp == 1 or mine.shard == theirs.shard

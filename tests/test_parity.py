@@ -83,6 +83,17 @@ LAYOUTS = {
     "tp2-pp2-dp2-full-zero-bubble": Layout(tp=2, pp=2, dp=2, shard="full", schedule="zero-bubble"),
     "tp2-pp2-dp2-gradients-vpp": Layout(tp=2, pp=2, vpp=2, dp=2, shard="gradients", schedule="interleaved"),
     "tp2-nosp-pp2-vpp2": Layout(tp=2, pp=2, vpp=2, sequence_parallel=False, schedule="interleaved"),
+    "dp4-optimizer-groups-of-2": Layout(dp=4, shard="optimizer", shard_group=2),
+    "dp4-gradients-groups-of-2": Layout(dp=4, shard="gradients", shard_group=2),
+    "dp4-full-groups-of-2": Layout(dp=4, shard="full", shard_group=2),
+    "dp6-full-groups-of-3": Layout(dp=6, shard="full", shard_group=3),
+    "dp2-optimizer-groups-of-1": Layout(dp=2, shard="optimizer", shard_group=1),
+    "tp2-dp4-gradients-groups-of-2": Layout(tp=2, dp=4, shard="gradients", shard_group=2),
+    "pp2-dp4-optimizer-groups-of-2-zero-bubble": Layout(pp=2, dp=4, shard_group=2, schedule="zero-bubble"),
+    "pp2-dp4-full-groups-of-2-zero-bubble": Layout(pp=2, dp=4, shard="full", shard_group=2, schedule="zero-bubble"),
+    "pp2-vpp2-dp4-gradients-groups-of-2": Layout(
+        pp=2, vpp=2, dp=4, shard="gradients", shard_group=2, schedule="interleaved"
+    ),
     "uneven": Layout(tp=2, pp=2, layers=(3, 1)),
     "recompute-layer": Layout(tp=2, pp=2, recompute=("layer",)),
     "recompute-parts": Layout(tp=2, pp=2, recompute=("norm", "swiglu", "attention")),

@@ -237,11 +237,16 @@ def states_on_rank(
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_states_to_the_byte(ranks: Ranks, tmp_path: Path, shard: Any, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "among", [Layout(pp=2, dp=3), Layout(dp=6, shard_group=3), Layout(dp=2, shard_group=1)], ids=str
+)
+def test_states_to_the_byte(ranks: Ranks, tmp_path: Path, among: Layout, shard: Any, dtype: str) -> None:
     """Weights, gradients, master weights and moments are those of the trainer at every level, padding included."""
     folder = tiny_config(tmp_path, vocab_size=301)
-    layout = with_layers(Layout(pp=2, dp=3, shard=shard))
-    samples = make_samples(MICRO_BATCHES * 3, 1, SEQ, VOCAB, packed=False)
+    if shard == "none" and among.shard_group is not None:
+        pytest.skip("`none` has nothing to share out among fewer")
+    layout = with_layers(replace(among, shard=shard))
+    samples = make_samples(MICRO_BATCHES * layout.dp, 1, SEQ, VOCAB, packed=False)
     for real, planned in ranks.run(layout.world_size, states_on_rank, folder, layout, samples, dtype):
         assert real == planned
 
@@ -272,12 +277,14 @@ def shared_on_rank(rank: int, folder: Path, layout: Layout, samples: list[Sample
 
 
 @pytest.mark.parametrize("shard", ["gradients", "full"])
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, dp=2)], ids=["dp2", "pp2-dp2"])
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2), Layout(pp=2, dp=2), Layout(dp=4, shard_group=2)], ids=["dp2", "pp2-dp2", "groups"]
+)
 def test_units_in_flight_to_the_byte(ranks: Ranks, tmp_path: Path, layout: Layout, shard: Any) -> None:
     """Whole weights gathered ahead and whole gradients still being reduced are those that the trainer holds."""
     folder = tiny_config(tmp_path)
     layout = with_layers(replace(layout, shard=shard), num_layers=4)
-    samples = make_samples(MICRO_BATCHES * 2, 1, SEQ, VOCAB, packed=False)
+    samples = make_samples(MICRO_BATCHES * layout.dp, 1, SEQ, VOCAB, packed=False)
     spec = spec_from_folder(folder)
     for rank, seen in enumerate(ranks.run(layout.world_size, shared_on_rank, folder, layout, samples)):
         stage = layout.coordinates(rank).pp

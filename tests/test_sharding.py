@@ -27,6 +27,7 @@ from triweave.parameters import LocalParameter, stage_parameters
 from triweave.sharding import ALIGNMENT, Unit, make_units, place_parameters
 from triweave.training.engine import Engine
 from triweave.training.step import Batch, evaluate_step, train_step
+from triweave.transport.across import Across
 from triweave.transport.buffers import PlainMemory
 from triweave.verify.reference import Sample
 
@@ -41,8 +42,8 @@ CPU = torch.device("cpu")
 def unit_of(parameters: list[LocalParameter], dp: int, rank: int, shard: Shard) -> Unit:
     """A unit as data-parallel rank `rank` of `dp` holds it; nothing communicates."""
     group = Group(tuple(range(dp)), rank)
-    groups = Groups(Layout(dp=dp), rank, CPU, group, alone(), group, alone(), alone())
-    unit = Unit("layers.0", parameters, groups, shard, torch.float32)
+    groups = Groups(Layout(dp=dp), rank, CPU, group, alone(), group, group, alone(), alone(), alone())
+    unit = Unit("layers.0", parameters, groups, shard, torch.float32, Across(alone()))
     unit.allocate(PlainMemory(group, CPU))
     return unit
 
@@ -95,7 +96,7 @@ def test_wrong_plan_is_seen() -> None:
     layout = Layout(layers=(1,))
     planned = list(stage_parameters(spec, layout, 0, 0))
     wider = list(stage_parameters(ModelSpec(10, 8, 24, 1, 2, 2, 4), layout, 0, 0))
-    groups = Groups(layout, 0, CPU, alone(), alone(), alone(), alone(), alone())
+    groups = Groups(layout, 0, CPU, *[alone()] * 7)
 
     def place(parameters: list[LocalParameter]) -> None:
         with torch.device("meta"):
@@ -208,6 +209,9 @@ ODD = {
     "tied-tp2-pp2-full": (Layout(tp=2, pp=2, dp=2, shard="full"), {"tie_word_embeddings": True}),
     "dp3-none": (Layout(dp=3, shard="none"), {}),
     "dp3-full": (Layout(dp=3, shard="full"), {}),
+    "dp6-full-groups-of-2": (Layout(dp=6, shard="full", shard_group=2), {}),
+    "dp6-optimizer-groups-of-3": (Layout(dp=6, shard_group=3), {}),
+    "tied-pp2-groups-of-1": (Layout(pp=2, dp=2, shard_group=1), {"tie_word_embeddings": True}),
     "padded-vocabulary": (Layout(tp=4, pp=2), {"vocab_size": 301}),
 }
 

@@ -25,6 +25,7 @@ from triweave.sharding import Unit
 from triweave.sharding.overlap import Gradients
 from triweave.sharding.unit import Reduction
 from triweave.training.step import evaluate_step, train_step
+from triweave.transport.across import Across
 from triweave.verify.reference import Sample
 
 SEQ = 8
@@ -53,6 +54,9 @@ LAYOUTS = {
     "full-zero-bubble": Layout(pp=2, dp=2, shard="full", schedule="zero-bubble"),
     "full-tp2": Layout(tp=2, dp=2, shard="full"),
     "optimizer-tp2": Layout(tp=2, dp=2),
+    "optimizer-groups": Layout(dp=4, shard_group=2),
+    "gradients-groups": Layout(dp=4, shard="gradients", shard_group=2),
+    "full-groups": Layout(dp=4, shard="full", shard_group=2),
 }
 
 
@@ -111,6 +115,45 @@ def reduced_one_micro_batch_early() -> Iterator[None]:
 
     with patch.object(Gradients, "begin", begin_early):
         yield
+
+
+@contextmanager
+def across_not_waited_for() -> Iterator[None]:
+    """What shard groups sum across is used as soon as its parts are there."""
+    start = Across.all_reduce
+
+    def careless(self: Across, part: Tensor, after: Any = None) -> Any:
+        work = start(self, part, after)
+        return after if after is not None else work and type("Done", (), {"wait": lambda _: None})()
+
+    with patch.object(Across, "all_reduce", careless):
+        yield
+
+
+@contextmanager
+def across_after_every_micro_batch() -> Iterator[None]:
+    """Shards are summed across again and again, with what was summed before in them."""
+    with patch.object(Gradients, "_was_last", lambda self, unit: True):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("shard", "fault"),
+    [
+        ("optimizer", across_not_waited_for),
+        ("gradients", across_not_waited_for),
+        ("full", across_not_waited_for),
+        ("gradients", across_after_every_micro_batch),
+    ],
+)
+def test_a_careless_sum_across_is_seen(ranks: Ranks, tmp_path: Path, shard: Any, fault: Fault) -> None:
+    """The comparison fails where the sum over shard groups is not waited for, or is done too often."""
+    folder = tiny_config(tmp_path)
+    layout = with_layers(Layout(dp=4, shard=shard, shard_group=2))
+    samples = samples_for(layout)
+    right = ranks.run(4, train_on_rank, folder, layout, samples, True)
+    wrong = ranks.run(4, train_on_rank, folder, layout, samples, True, fault)
+    assert right != wrong
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,37 @@ def checked(fault: str, process: Process) -> int:
             dist.all_reduce = off_by_one  # type: ignore[assignment]
         count = check_groups(groups, store, 3.0)
     return 0 if count >= 4 else 7
+
+
+def checked_groups(left_out: str, process: Process) -> int:
+    """Check the groups of DP 4 in shard groups of 2; one kind of group is not summed."""
+    store = meet(process, 30.0)
+    with process_group(process, CPU, 30.0, store):
+        groups = made(Layout(dp=4, shard="full", shard_group=2, layers=(4,)))
+        careless = getattr(groups, left_out, None)
+        reduced = dist.all_reduce
+
+        def sum_all_but_one(tensor: torch.Tensor, **more: Any) -> object:
+            if careless is not None and more["group"] is careless.handle:
+                tensor = torch.zeros_like(tensor)
+            return reduced(tensor, **more)
+
+        dist.all_reduce = sum_all_but_one  # type: ignore[assignment]
+        count = check_groups(groups, store, 3.0)
+    return 0 if count == 3 else 7
+
+
+def test_shard_groups_are_tried() -> None:
+    """World, the ranks that share and those that sum across: the group over all replicas, which nobody uses, is not."""
+    assert run_ranks(4, functools.partial(checked_groups, "")) == 0
+
+
+@pytest.mark.parametrize(("kind", "of_ranks"), [("shards", "0, 1|2, 3"), ("across", "0, 2|1, 3")])
+def test_a_shard_group_that_fails_is_named(kind: str, of_ranks: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A sum that is not made, inside a group or across, is told with the group's ranks."""
+    assert run_ranks(4, functools.partial(checked_groups, kind)) == 1
+    said = capfd.readouterr().err
+    assert any(f"all_reduce on the {kind} group of ranks {ranks} gave" in said for ranks in of_ranks.split("|"))
 
 
 def test_all_groups_work() -> None:
@@ -145,6 +178,18 @@ def test_tensor_parallelism_over_hosts_is_warned_of() -> None:
         "2 of 2 tensor-parallel groups cross hosts, the first on node0, node1"
         in grid_map(Layout(tp=2, pp=2), dealt)[-1]
     )
+
+
+def test_shard_groups_over_hosts_are_warned_of() -> None:
+    """The map says which shard groups a host holds, and warns where one crosses hosts that have room for it."""
+    layout = Layout(dp=4, shard="full", shard_group=2)
+    lines = grid_map(layout, places(2, 2))
+    assert len(lines) == 2
+    assert "ranks 2-3: pp 0, dp 2-3, tp 0, shard group 1" in lines[1]
+    dealt = [Place(rank, f"node{rank % 2}", "cpu", "") for rank in range(4)]
+    assert "2 of 2 shard groups cross hosts, the first on node0, node1" in grid_map(layout, dealt)[-1]
+    # A group that no host has room for is meant to cross.
+    assert len(grid_map(replace(layout, shard_group=2, dp=8), places(8, 1))) == 8
 
 
 def test_the_forecast_is_two_lines() -> None:

@@ -37,6 +37,18 @@ FAULTS = {
     ),
     "loss averaged per micro-batch": (faults.loss_averaged_per_micro_batch, GRID, {}, "loss"),
     "rotary pairs interleaved": (faults.rotary_pairs_interleaved, GRID, {}, "model.layers.0.self_attn"),
+    "shard groups not summed": (
+        faults.shard_groups_not_summed,
+        Layout(dp=4, shard_group=2),
+        {},
+        "model.embed_tokens.weight",
+    ),
+    "one unit not summed across": (
+        faults.one_unit_not_summed_across,
+        Layout(dp=4, shard="full", shard_group=2),
+        {},
+        "model.layers.2.input_layernorm.weight",
+    ),
     "tied copies not reduced": (
         faults.tied_copies_not_reduced,
         GRID,

@@ -45,6 +45,10 @@ class Groups:
     world: Group
     tp: Group
     dp: Group
+    shards: Group
+    """Ranks among which `shard` splits: those of this rank's shard group, or all that hold the same weights."""
+    across: Group
+    """Ranks that own the same part in the other shard groups; a group of one where there is one shard group."""
     kv: Group
     """Tensor-parallel ranks that hold the same key/value heads."""
     tied: Group
@@ -66,7 +70,7 @@ class Groups:
 def single_process(device: torch.device) -> Groups:
     """The grid of one rank; needs no `torch.distributed`."""
     one = alone()
-    return Groups(Layout(), 0, device, one, one, one, one, one)
+    return Groups(Layout(), 0, device, one, one, one, one, one, one, one)
 
 
 def make_groups(
@@ -84,6 +88,10 @@ def make_groups(
     rank = dist.get_rank()
     world = Group(tuple(range(layout.world_size)), rank, dist.group.WORLD)
     by_axis = {axis: _make(axis, layout.groups(axis), rank, timeout_s) for axis in AXES}
+    shards, across = by_axis["dp"], alone(rank)
+    if layout.uses_shard_groups:
+        shards = _make("shards", layout.shard_groups(), rank, timeout_s)
+        across = _make("across", layout.replica_groups(), rank, timeout_s)
     pipelines = layout.groups("pp")
     tied = alone(rank)
     if has_tied_copy(spec, layout):
@@ -99,7 +107,7 @@ def make_groups(
                 links[channel] = pair
                 _use_once(pair, device)
     kv = _make("kv", kv_groups, rank, timeout_s)
-    return Groups(layout, rank, device, world, by_axis["tp"], by_axis["dp"], kv, tied, links)
+    return Groups(layout, rank, device, world, by_axis["tp"], by_axis["dp"], shards, across, kv, tied, links)
 
 
 def _make(name: str, groups: list[tuple[int, ...]], rank: int, timeout_s: float) -> Group:

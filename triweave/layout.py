@@ -96,6 +96,11 @@ class Layout:
         """Whether `shard` splits among fewer ranks than there are, so that its slices are kept several times."""
         return self.shard != "none" and self.shard_ranks < self.replicas
 
+    @property
+    def sharing(self) -> str:
+        """What is shared out among whom, in words: `optimizer`, `full among 8` where there are shard groups of 8."""
+        return f"{self.shard} among {self.shard_ranks}" if self.uses_shard_groups else self.shard
+
     def size(self, axis: Axis) -> int:
         """Number of ranks along `axis`."""
         return int(getattr(self, axis))
@@ -126,6 +131,11 @@ class Layout:
             for start in range(self.world_size)
             if start // self.tp % self.shard_ranks == 0
         ]
+
+    def shard_group_of(self, rank: int) -> int:
+        """Number of the shard group that `rank` belongs to, among those of its place on the other axes."""
+        at = self.coordinates(rank)
+        return (at.dp * self.cp + at.cp) // self.shard_ranks
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         """Every group of ranks that hold the same slice: what shard groups sum among each other."""

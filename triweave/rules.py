@@ -52,12 +52,6 @@ def trainer_problems(layout: Layout) -> list[Problem]:
     if layout.cp > 1:
         rule = "context parallel can be planned and not yet trained: this version trains with cp 1 only"
         problems.append(Problem("layout.cp", layout.cp, rule, "1"))
-    if layout.shard_ranks > 0 and layout.uses_shard_groups:
-        rule = (
-            "shard groups can be planned and not yet trained: this version shards over all"
-            f" dp x cp = {layout.dp} x {layout.cp} = {layout.replicas} ranks"
-        )
-        problems.append(Problem("layout.shard_group", layout.shard_group, rule, str(layout.replicas)))
     return problems
 
 

@@ -90,7 +90,7 @@ def _whole_slices(engine: object) -> dict[str, torch.Tensor]:
 
     kept = {}
     for unit in engine.sharding.units:  # type: ignore[attr-defined]
-        flat = unit.gradient if unit.shard == "none" else all_gather(unit.gradient, unit.dp)
+        flat = unit.gradient if unit.shard == "none" else all_gather(unit.gradient, unit.shards)
         for segment in unit.segments():
             piece = segment.piece
             values = flat[segment.start : segment.stop].view(piece.local_shape).clone()

@@ -64,7 +64,8 @@ def data_parallel(value: Scalar, given: Given) -> Sum:
     """Replicas x shards, for tools that count the two apart."""
     replicas, shards = _number(given, _REPLICAS), _number(given, _SHARDS)
     if replicas and shards:
-        return _product("layout.dp", ("replicas", "shards"), (replicas, shards))
+        product = _product("layout.dp", ("replicas", "shards"), (replicas, shards))
+        return Sum(f"{product.text}, layout.shard_group = shards = {shards:g}", product.result)
     number = _positive(value)
     return Sum("", str(number) if number else None)
 

@@ -53,7 +53,7 @@ class LayoutConfig:
     shard: Shard = "optimizer"
     """What data-parallel ranks share out: none, optimizer (ZeRO-1), gradients (ZeRO-2) or full (ZeRO-3, FSDP)."""
     shard_group: int | None = None
-    """Neighbouring ranks of dp x cp that `shard` splits among; left out, all of them. Fewer can be planned only."""
+    """Neighbouring ranks of dp x cp that `shard` splits among; left out, all of them. Fewer: HSDP."""
     recompute: tuple[Recompute, ...] = ()
     """What backward computes again instead of keeping: norm, swiglu, attention, mlp (swiglu included), layer (all)."""
     layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
@@ -128,6 +128,8 @@ class TrainConfig:
     """When the loss rises spike_factor deviations above the median of the last 64 steps; `stop` ends before saving."""
     spike_factor: float = 10.0
     """Deviations (1.4826 x median absolute deviation, at least 1 % of the median) that make a spike."""
+    compare_replicas_every: int = 100
+    """Steps between comparisons, bit for bit, of what replicas must hold alike, also made before saves; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)

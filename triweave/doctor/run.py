@@ -158,8 +158,12 @@ def groups_of(wanted: Wanted, seen: Sequence[Seen]) -> Iterator[tuple[str, list[
     every = tuple(one.rank for one in seen)
     layout = wanted.layout
     if layout is not None and layout.world_size == len(seen):
-        named = {axis: layout.groups(axis) for axis in AXES if layout.size(axis) > 1}
-        yield from named.items()
+        named = {str(axis): layout.groups(axis) for axis in AXES}
+        if layout.uses_shard_groups:
+            # Over all of these ranks nothing is reduced.
+            del named["dp"]
+            named |= {"shards": layout.shard_groups(), "across": layout.replica_groups()}
+        yield from ((kind, rows) for kind, rows in named.items() if len(rows[0]) > 1)
     else:
         hosts = [tuple(one.rank for one in ranks) for ranks in by_host(seen).values()]
         yield "host", [ranks for ranks in hosts if len(ranks) > 1]

@@ -12,7 +12,7 @@ from triweave.config.document import commented_yaml
 from triweave.config.load import load_words
 from triweave.config.schema import Run
 from triweave.errors import InputError, Problem, closest
-from triweave.launch.megatron_rows import ALWAYS, DEFAULTS, FROM_THE_MODEL, ROWS, STRATEGIES, Row
+from triweave.launch.megatron_rows import ALWAYS, DEFAULTS, FROM_THE_MODEL, ROWS, STRATEGIES, WORLD, Row
 from triweave.launch.megatron_script import Script, read_script
 
 NAMES = Path(__file__).with_name("megatron-0.19.2.txt")
@@ -106,7 +106,9 @@ def import_arguments(script: Script) -> Imported:
     """
     given = options(script.words)
     keys: dict[str, str] = {}
-    told = [_one(name, values, given, keys) for name, values in given.items()]
+    world = _world(script)
+    known = {**given, WORLD: (str(world),)} if world else given
+    told = [_one(name, values, known, keys) for name, values in given.items()]
     for key, (value, names) in DEFAULTS.items():
         if not set(names) & set(given):
             keys[key] = value
@@ -187,6 +189,8 @@ def _settle(given: Mapping[str, tuple[str, ...]], script: Script, keys: dict[str
         keys["layout.shard"] = STRATEGIES.get(" ".join(strategy), "full")
     elif keys.get("layout.dp") != "1":
         keys.setdefault("layout.shard", "none")
+    if keys.get("layout.shard") == "none":
+        keys.pop("layout.shard_group", None)
     if "--pipeline-model-parallel-layout" in given:
         stages = keys["layout.layers"].count(",") + 1
         if stages > number("layout.pp") and stages % number("layout.pp") == 0:

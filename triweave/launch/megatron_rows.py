@@ -10,6 +10,8 @@ from triweave.config.document import yaml_text
 
 Given = Mapping[str, tuple[str, ...]]
 Value = Callable[[tuple[str, ...], Given], str | None]
+WORLD = "ranks of the launcher"
+"""Where what is given holds the ranks that the script starts, if it says them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,16 @@ def _above_zero(values: tuple[str, ...], given: Given) -> str | None:
 def _vpp(values: tuple[str, ...], given: Given) -> str:
     layers, pp = (int(given[name][0]) for name in ("--num-layers", "--pipeline-model-parallel-size"))
     return str(layers // pp // int(values[0]))
+
+
+def _shard_group(values: tuple[str, ...], given: Given) -> str | None:
+    """Ranks of data and context parallel divided by the instances; None of one instance, or of unknown ranks."""
+    instances = int(values[0])
+    if instances == 1 or WORLD not in given:
+        return None
+    axes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+    tp, pp = (int(given.get(name, ("1",))[0]) for name in axes)
+    return str(int(given[WORLD][0]) // (tp * pp) // instances)
 
 
 def _layers(values: tuple[str, ...], given: Given) -> str:
@@ -120,6 +132,12 @@ ROWS: dict[str, Row] = {
         "layout.shard",
         lambda values, given: STRATEGIES[values[0]] if "--use-megatron-fsdp" in given else None,
         otherwise="it is read with --use-megatron-fsdp only",
+    ),
+    "--num-distributed-optimizer-instances": Row(
+        "layout.shard_group",
+        _shard_group,
+        "ranks of an instance, not instances",
+        otherwise="one instance is all ranks; of more, layout.shard_group is dp x cp divided by them",
     ),
     "--micro-batch-size": Row("layout.micro_batch", _whole),
     "--global-batch-size": Row("train.global_batch", _whole),

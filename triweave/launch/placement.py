@@ -24,10 +24,14 @@ def describe_node(layout: Layout, ranks: Sequence[int]) -> str:
 
     >>> describe_node(Layout(tp=8, pp=4), range(8, 16))
     'ranks 8-15: pp 1, dp 0, tp 0-7'
+    >>> describe_node(Layout(dp=16, shard="full", shard_group=8), range(8, 16))
+    'ranks 8-15: pp 0, dp 8-15, tp 0, shard group 1'
     """
     at = [layout.coordinates(rank) for rank in ranks]
     axes = {"pp": [one.pp for one in at], "dp": [one.dp for one in at], "cp": [one.cp for one in at]}
     axes["tp"] = [one.tp for one in at]
+    if layout.uses_shard_groups:
+        axes["shard group"] = [layout.shard_group_of(rank) for rank in ranks]
     parts = [f"{axis} {_spans(sorted(set(values)))}" for axis, values in axes.items() if axis != "cp" or layout.cp > 1]
     return f"ranks {_spans(sorted(ranks))}: {', '.join(parts)}"
 

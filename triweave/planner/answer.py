@@ -112,8 +112,7 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 
 def spell_layout(layout: Layout) -> str:
     """`tp4 pp4 vpp5 dp2, micro-batch 1, interleaved, shard optimizer, recompute norm swiglu`."""
-    among = f" among {layout.shard_ranks}" if layout.uses_shard_groups else ""
-    parts = [str(layout), f"micro-batch {layout.micro_batch}", layout.schedule, f"shard {layout.shard}{among}"]
+    parts = [str(layout), f"micro-batch {layout.micro_batch}", layout.schedule, f"shard {layout.sharing}"]
     if layout.keeps_gathered:
         parts.append("keep gathered")
     if layout.recompute:

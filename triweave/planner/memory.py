@@ -349,8 +349,8 @@ def _others(moment: Moment) -> str:
 def _beside(rank: int, allocated: int, spec: ModelSpec, layout: Layout, a: Assumptions) -> dict[str, int]:
     """What the allocator, the driver and NCCL take beside the tensors."""
     groups = sum(layout.size(axis) > 1 for axis in ("tp", "cp", "dp")) + (layout.world_size > 1)
-    # Slices are summed over replica groups, beside the shard groups' own collectives.
-    groups += layout.uses_shard_groups
+    # Shard groups sum their parts among each other on a communicator of its own.
+    groups += layout.uses_shard_groups and layout.shard_ranks > 1
     channels = 2 * (layout.pp > 1) * (1 if rank in (0, layout.pp - 1) else 2) + has_tied_copy(spec, layout)
     return {
         "allocator": int(allocated * a.fragmentation_share),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from triweave.layout import Layout
 from triweave.planner.machine import Curve
@@ -49,15 +49,10 @@ def after_backward_s(
         return 0.0, optimizer
     # Reduction hides under the last micro-batch's backward, gathering under the first's forward.
     room = busy / micro_batches
-    if (
-        _copies(place, group, "gather") is not None
-        and layout.shard in ("none", "optimizer")
-        and not layout.uses_shard_groups
-    ):
-        return _by_copy_engines_s(costs, layout, rank, group, room), optimizer
+    across = _across(costs, layout, rank, gpus_per_node)
+    if _copies(place, group, "gather") is not None and layout.shard in ("none", "optimizer"):
+        return _by_copy_engines_s(costs, layout, rank, group, across, room), optimizer
     gradients = stack.gradient_size * parameters
-    # Shard groups sum their slices among each other once a step, however often they reduce inside.
-    across = all_reduce_s(gpu, replica_shape(layout, gpus_per_node), gradients / group.ranks)
     if layout.shard == "full":
         reduce = gather = 0.0
     elif layout.shard == "none":
@@ -70,14 +65,48 @@ def after_backward_s(
         # Every micro-batch reduces, beside its own backward; zeros and additions to the shard are in its way.
         copies = micro_batches * stack.scatter_copies.of(parameters, group.ranks) / gpu.hbm_kernel_bytes_per_s
         last = reduce * _unit_parameters(costs, layout, rank)[0] / parameters
-        reduce = micro_batches * reduce + across
+        reduce *= micro_batches
         hidden = last + overlapped_s(reduce - last, 2 / 3 * busy, slowdown)
+        hidden += across.last_s + overlapped_s(across.others_s, 2 / 3 * room, slowdown)
     else:
-        copies, reduce = 0.0, reduce + across
-        hidden = overlapped_s(reduce, 2 / 3 * room, slowdown)
+        copies = 0.0
+        beside = across.beside(reduce)
+        hidden = across.last_s + overlapped_s(beside, 2 / 3 * room, slowdown)
+    reduce += across.total_s
     by_copies = _weights_s(costs, layout, rank, group, room)
     hidden += by_copies if by_copies is not None else overlapped_s(gather, room / 3, slowdown)
     return copies + stack.overlap_dp * hidden + (1 - stack.overlap_dp) * (reduce + gather), optimizer
+
+
+class _Across(NamedTuple):
+    """Seconds of the sums over shard groups, each of a unit's part; zeros where there is one shard group."""
+
+    last_s: float
+    """Of the unit whose backward comes last: nothing is left to compute beside it."""
+    others_s: float
+    own_wires: bool
+    """Whether these sums leave the node and those inside a group do not, so that both travel at once."""
+
+    @property
+    def total_s(self) -> float:
+        """All of them."""
+        return self.last_s + self.others_s
+
+    def beside(self, inside_s: float) -> float:
+        """What the sums inside the groups, which come first, and all of these but the last take together."""
+        return max(inside_s, self.others_s) if self.own_wires else inside_s + self.others_s
+
+
+def _across(costs: ActionCosts, layout: Layout, rank: int, gpus_per_node: int) -> _Across:
+    """Shard groups sum their parts among each other once a step, however often they reduce inside."""
+    place, inside = costs.place, shard_shape(layout, gpus_per_node)
+    between = replica_shape(layout, gpus_per_node)
+    if between.ranks == 1:
+        return _Across(0.0, 0.0, False)
+    element = place.stack.gradient_size / inside.ranks
+    units = _unit_parameters(costs, layout, rank)
+    seconds = {unit: all_reduce_s(place.machine, between, element * unit) for unit in set(units)}
+    return _Across(seconds[units[0]], sum(seconds[unit] for unit in units[1:]), between.nodes > 1 and inside.nodes == 1)
 
 
 def _optimizer_s(costs: ActionCosts, layout: Layout, rank: int, parameters: float, shard: float) -> float:
@@ -96,11 +125,13 @@ def _optimizer_s(costs: ActionCosts, layout: Layout, rank: int, parameters: floa
     return seconds + zeroed / place.machine.hbm_kernel_bytes_per_s
 
 
-def _by_copy_engines_s(costs: ActionCosts, layout: Layout, rank: int, group: GroupShape, room: float) -> float:
+def _by_copy_engines_s(
+    costs: ActionCosts, layout: Layout, rank: int, group: GroupShape, across: _Across, room: float
+) -> float:
     """Exposed seconds where buffers are copied from GPU to GPU, unit by unit.
 
     A unit's sums leave after its last backward, and the last unit's have nothing left to hide under; its weights are
-    gathered after the update, and the first unit's are waited for.
+    gathered after the update, and the first unit's are waited for. What shard groups sum across is a collective.
     """
     place = costs.place
     units = _unit_parameters(costs, layout, rank)
@@ -109,14 +140,16 @@ def _by_copy_engines_s(costs: ActionCosts, layout: Layout, rank: int, group: Gro
     if reduce is None:
         return 0.0
     sums = [reduce(4.0 * unit) for unit in units]
-    exposed = sums[0] + overlapped_s(sum(sums[1:]), 2 / 3 * room, place.slowdown("buffers"))
+    beside = across.beside(sum(sums[1:]))
+    exposed = sums[0] + across.last_s + overlapped_s(beside, 2 / 3 * room, place.slowdown("buffers"))
+    exposed += place.slowdown("collectives") * min(across.others_s, 2 / 3 * room)
     return exposed + (_weights_s(costs, layout, rank, group, room) or 0.0)
 
 
 def _weights_s(costs: ActionCosts, layout: Layout, rank: int, group: GroupShape, room: float) -> float | None:
     """Exposed seconds of gathering whole weights by copy engines; None where training does not, or it is not known."""
     place, gather = costs.place, _copies(costs.place, group, "gather")
-    if gather is None or not shares_weights(layout.shard) or layout.uses_shard_groups:
+    if gather is None or not shares_weights(layout.shard):
         return None
     weights = [gather(2.0 * unit) for unit in _unit_parameters(costs, layout, rank)]
     return weights[0] + overlapped_s(sum(weights[1:]), room / 3, place.slowdown("copies"))

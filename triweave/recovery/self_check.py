@@ -51,7 +51,10 @@ def together(store: Store | None, what: str, rank: int, world_size: int) -> Iter
 
 def named_groups(groups: Groups) -> Iterator[tuple[str, Group]]:
     """The groups of a rank that hold others too, in the order of all ranks."""
-    fixed = {"world": groups.world, "tp": groups.tp, "dp": groups.dp, "kv": groups.kv, "tied": groups.tied}
+    reductions = (
+        {"shards": groups.shards, "across": groups.across} if groups.layout.uses_shard_groups else {"dp": groups.shards}
+    )
+    fixed = {"world": groups.world, "tp": groups.tp, **reductions, "kv": groups.kv, "tied": groups.tied}
     yield from ((name, group) for name, group in fixed.items() if group.size > 1)
     yield from (("pipeline", groups.channels[channel]) for channel in sorted(groups.channels))
 

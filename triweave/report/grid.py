@@ -38,10 +38,11 @@ def _node(
     for rank in range(first, min(first + count, layout.world_size)):
         at = layout.coordinates(rank)
         x = _LEFT + (rank - first) * cell
+        group = f", shard group {layout.shard_group_of(rank)}" if layout.uses_shard_groups else ""
         yield (
             f'<rect x="{x:.1f}" y="{top}" width="{cell - _GAP:.1f}" height="{height}" rx="3" '
             f'fill="{COLOURS[at.pp % len(COLOURS)]}" stroke="#222" stroke-width=".6">'
-            f"<title>rank {rank}: stage {at.pp}, dp {at.dp}, tp {at.tp}</title></rect>"
+            f"<title>rank {rank}: stage {at.pp}, dp {at.dp}, tp {at.tp}{group}</title></rect>"
         )
         middle = x + (cell - _GAP) / 2
         words = f"p{at.pp} d{at.dp} t{at.tp}"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from triweave.layout import REDUCTIONS_BESIDE, UNITS_AHEAD
 from triweave.sharding.unit import Reduction, Unit
+from triweave.transport.buffers import Work
 
 
 class Weights:
@@ -53,6 +54,9 @@ class Gradients:
     Where only shards are kept, that is after each backward of a unit, and a bounded number is in flight, for each
     holds a whole buffer. Where whole sums are kept, it is after the unit's last backward of the step, and all may be
     in flight, for the buffers are there anyway.
+
+    Shard groups sum what they have among each other once a step: shards as soon as a unit's last reduction has been
+    added to them, whole sums as the second half of their one reduction.
     """
 
     def __init__(self) -> None:
@@ -60,6 +64,7 @@ class Gradients:
         self._open: list[Unit] = []
         self._started: set[Unit] = set()
         self._in_flight: deque[Reduction] = deque()
+        self._across: list[Work] = []
 
     def begin(self, backwards: Counter[Unit]) -> None:
         """Learn how many backwards each unit will have until its whole sums are complete."""
@@ -74,11 +79,10 @@ class Gradients:
     def close(self, unit: Unit) -> None:
         """They are all in."""
         self._open.remove(unit)
-        self._backwards_left[unit] -= 1
         if unit.shards_gradients:
             self._finish_down_to(REDUCTIONS_BESIDE - 1)
-            self._start(unit)
-        elif self._backwards_left[unit] == 0:
+        self._backwards_left[unit] -= 1
+        if unit.shards_gradients or not self._backwards_left[unit]:
             self._start(unit)
 
     def close_all(self) -> None:
@@ -92,6 +96,9 @@ class Gradients:
             if not unit.shards_gradients and unit not in self._started:
                 self._start(unit)
         self._finish_down_to(0)
+        for work in self._across:
+            work.wait()
+        self._across.clear()
 
     def let_go(self) -> None:
         """Free the buffers of what earlier backwards left in flight: a forward has passed since."""
@@ -100,7 +107,15 @@ class Gradients:
 
     def _finish_down_to(self, count: int) -> None:
         while len(self._in_flight) > count:
-            self._in_flight.popleft().finish()
+            reduction = self._in_flight.popleft()
+            reduction.finish()
+            if reduction.unit.shards_gradients and self._was_last(reduction.unit):
+                work = reduction.unit.start_sum_across()
+                self._across += [] if work is None else [work]
+
+    def _was_last(self, unit: Unit) -> bool:
+        """Whether the shards of `unit` have all of the step's gradients."""
+        return not self._backwards_left[unit] and all(reduction.unit is not unit for reduction in self._in_flight)
 
     def _start(self, unit: Unit) -> None:
         self._started.add(unit)

@@ -42,6 +42,12 @@ class Sharding:
         self._weights = Weights()
         self._gradients = Gradients()
 
+    @property
+    def carried_by(self) -> str:
+        """How weights and gradients travel between ranks that hold the same part of the model, as the log says it."""
+        count = self.groups.across.size
+        return self.memory.name + (f"; sums across {count} shard groups by collectives" if count > 1 else "")
+
     def follow(self, stage: int, uses: Iterable[Use], weight_gradients: WeightGradients) -> None:
         """Take care of a virtual stage's weights and gradients from now on.
 
@@ -100,7 +106,7 @@ class Sharding:
         self._gradients.close_all()
 
     def reduce_gradients(self) -> None:
-        """Complete the step's gradients: over data-parallel ranks, then replicas, then the tied copies."""
+        """Complete the step's gradients: over data-parallel ranks, then over copies of slices, then tied copies."""
         self._gradients.finish(self.units)
         self._sum_replicas(self.groups.tp, lambda piece: piece.partial and piece.replicas == self.groups.tp.size)
         if self.groups.kv.ranks != self.groups.tp.ranks:
@@ -137,8 +143,8 @@ class Sharding:
                 inside = unit.in_shard(segment.start, segment.stop)
                 if segment.piece.replicas > 1 and inside is not None:
                     square -= (1 - 1 / segment.piece.replicas) * unit.gradient[inside].square().sum()
-            whole = unit.dp.size if unit.shard == "none" else 1
-            total += square / (whole * unit.tied_copies)
+            holders = unit.across.group.size * (unit.shards.size if unit.shard == "none" else 1)
+            total += square / (holders * unit.tied_copies)
         return total
 
     def publish(self) -> None:

@@ -14,6 +14,7 @@ from triweave.layers.fp8 import forget_casts
 from triweave.layout import Shard
 from triweave.parameters import LocalParameter, Piece
 from triweave.sharing import shares_sums, shares_weights
+from triweave.transport.across import Across, across_of
 from triweave.transport.buffers import Buffer, Memory, PlainBuffer, PlainMemory, Work
 
 ALIGNMENT = 64
@@ -40,13 +41,15 @@ class Unit:
         groups: Groups,
         shard: Shard,
         dtype: torch.dtype,
+        across: Across,
     ) -> None:
         """Lay the parameters out; `allocate` makes the buffers."""
         self.name = name
-        self.dp = groups.dp
+        self.shards = groups.shards
+        self.across = across
         self.device = groups.device
         self.dtype = dtype
-        self.shard: Shard = shard if self.dp.size > 1 else "none"
+        self.shard: Shard = shard if self.shards.size > 1 else "none"
         # Decayed parameters first, so that decay is one slice of the buffer.
         self.parameters = sorted(parameters, key=lambda parameter: not parameter.decay)
         self.offsets: dict[str, int] = {}
@@ -55,11 +58,11 @@ class Unit:
             self.offsets[parameter.name] = end
             end = _round_up(end + parameter.numel, ALIGNMENT)
             decayed = end if parameter.decay else decayed
-        self.numel = _round_up(end, ALIGNMENT * self.dp.size)
+        self.numel = _round_up(end, ALIGNMENT * self.shards.size)
         self.num_decayed = decayed
         whole = self.shard == "none"
-        self.shard_start = 0 if whole else self.dp.rank * (self.numel // self.dp.size)
-        self.shard_stop = self.numel if whole else self.shard_start + self.numel // self.dp.size
+        self.shard_start = 0 if whole else self.shards.rank * (self.numel // self.shards.size)
+        self.shard_stop = self.numel if whole else self.shard_start + self.numel // self.shards.size
         self.tied_copies = groups.tied.size if name == "embed" else 1
 
         self.master = torch.empty(0)
@@ -72,7 +75,7 @@ class Unit:
 
         Where whole weights are freed between uses (`full`) they are not there now either: see `filling`.
         """
-        plain = PlainMemory(self.dp, self.device)
+        plain = PlainMemory(self.shards, self.device)
         self._weights = (memory if shares_weights(self.shard) else plain).buffer(self.numel, self.dtype)
         self._sums: Buffer | None = memory.buffer(self.numel, torch.float32) if shares_sums(self.shard) else None
         self.gradient = (
@@ -236,11 +239,14 @@ class Unit:
     def begin_gradients(self) -> None:
         """Make room for whole gradients before the unit's backward, where only shards are kept."""
         if self._sums is None:
-            self._sums = PlainBuffer(self._zeros(self.numel, self.device), self.dp)
+            self._sums = PlainBuffer(self._zeros(self.numel, self.device), self.shards)
             self._place_main_grads()
 
     def start_reduction(self) -> Reduction:
         """Start to sum the whole gradients over the data-parallel ranks; nothing may be added to them any more.
+
+        Where only shards are kept, over the ranks of the shard group alone: what a step's reductions have given is
+        summed across the groups once (`start_sum_across`).
 
         Raises:
             RuntimeError: there are no whole gradients, which is a bug.
@@ -251,7 +257,9 @@ class Unit:
         for holder in self._holders.values():
             main_grad(holder)  # zeros, where nothing was added
         work = sums.all_reduce() if self.shard == "none" else sums.reduce_scatter()
-        if self.shards_gradients:
+        if not self.shards_gradients:
+            work = self.across.all_reduce(self._owned(sums.whole), after=work)
+        else:
             self._sums = None
             self._place_main_grads()
         return Reduction(self, sums.whole, work)
@@ -260,6 +268,10 @@ class Unit:
         """Take what a reduction gave: where only shards are kept, add it to this rank's sums."""
         if self.shards_gradients:
             self.gradient.add_(self._owned(whole))
+
+    def start_sum_across(self) -> Work | None:
+        """Start to sum this rank's shard with those of the other shard groups; None where there is one group."""
+        return self.across.all_reduce(self.gradient)
 
     def _owned(self, flat: Tensor) -> Tensor:
         return flat[self.shard_start : self.shard_stop]
@@ -274,7 +286,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A unit's gradients on their way over the data-parallel ranks."""
+    """A unit's gradients on their way to the ranks that keep their sums."""
 
     unit: Unit
     whole: Tensor
@@ -304,7 +316,8 @@ def make_units(parameters: Iterable[LocalParameter], groups: Groups, shard: Shar
     by_unit: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         by_unit.setdefault(parameter.unit, []).append(parameter)
-    return [Unit(name, members, groups, shard, dtype) for name, members in by_unit.items()]
+    across = across_of(groups)
+    return [Unit(name, members, groups, shard, dtype, across) for name, members in by_unit.items()]
 
 
 def place_parameters(stage: nn.Module, units: Iterable[Unit]) -> None:

@@ -110,7 +110,7 @@ def build_engine(
         draw_weights(units, spec, run.seed)
 
     sharding = Sharding(units, groups, memory)
-    if layout.dp > 1:
+    if layout.replicas > 1:
         for number, stage in stages.items():
             sharding.follow(number, uses_of(stage, units), tp.weight_gradients)
     pipeline = Pipeline(
@@ -158,10 +158,10 @@ def build_stages(
     units = make_units(parameters, groups, layout.shard, dtype)
     memory = choose_memory(
         overlap_dp,
-        groups.dp,
+        groups.shards,
         groups.device,
         [size for unit in units for size in buffer_sizes(unit.shard, unit.numel, dtype.itemsize)],
-        part_numel(layout.shard, [unit.numel for unit in units], groups.dp.size) if groups.dp.size > 1 else 0,
+        part_numel(layout.shard, [unit.numel for unit in units], groups.shards.size) if groups.shards.size > 1 else 0,
     )
     for unit in units:
         unit.allocate(memory)

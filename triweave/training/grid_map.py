@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -46,7 +47,7 @@ def gather_places(store: Store | None, process: Process, device: torch.device, t
 
 
 def grid_map(layout: Layout, places: Sequence[Place]) -> list[str]:
-    """A line a host, and a warning for what tensor parallelism cannot like. Needs the places of all ranks."""
+    """A line a host, and warnings of groups that cross hosts and should not. Needs the places of all ranks."""
     hosts: dict[str, list[Place]] = {}
     for place in places:
         hosts.setdefault(place.host, []).append(place)
@@ -71,4 +72,12 @@ def _warnings(layout: Layout, places: Sequence[Place]) -> Iterator[str]:
         yield (
             f"warning   {len(crossing)} of {len(layout.groups('tp'))} tensor-parallel groups cross hosts, the first on"
             f" {hosts}: every layer waits for the network"
+        )
+    most = max(Counter(place.host for place in places).values())
+    shards = layout.shard_groups() if layout.uses_shard_groups and layout.tp * layout.shard_ranks <= most else []
+    if crossing := [group for group in shards if len({host_of[rank] for rank in group}) > 1]:
+        hosts = ", ".join(dict.fromkeys(host_of[rank] for rank in crossing[0]))
+        yield (
+            f"warning   {len(crossing)} of {len(shards)} shard groups cross hosts, the first on {hosts}, and one host"
+            f" has room for {layout.tp} x {layout.shard_ranks} ranks: what is gathered inside them waits for the network"
         )

@@ -42,6 +42,7 @@ from triweave.training.metrics import (
 from triweave.training.not_finite import NumberGuard
 from triweave.training.process import Process
 from triweave.training.rank import Rank, at_work
+from triweave.training.replicas import compare_replicas, has_replicas
 from triweave.training.resume import Resumed, clean_up, resume, store_of
 from triweave.training.saver import Saver
 from triweave.training.step import evaluate_step, train_step
@@ -131,7 +132,9 @@ class _Training:
                     console.say(f"warning   {warning}")
                 console.advance()
                 due = run.checkpoint.every_steps and metrics.step % run.checkpoint.every_steps == 0
-                if last or due or self.asked:
+                saves = bool(last or due or self.asked)
+                self.compare_replicas(metrics.step, saves=saves)
+                if saves:
                     self.save(metrics.step)
                 console.say(*(line for saved in self.saver.news() for line in saved.lines))
                 if self.asked and not last:
@@ -176,6 +179,22 @@ class _Training:
             metrics = replace(metrics, val_loss=self.validate(self.held_out, step + 1))
             self.record_validation(step + 1, metrics.val_loss)
         return replace(metrics, goodput=self.timeline.ledger.goodput), warning
+
+    def compare_replicas(self, step: int, *, saves: bool) -> None:
+        """Hold replicas against each other when it is time, and before what they hold is saved.
+
+        Raises:
+            RunFailed: they differ. All ranks raise the same.
+        """
+        every = self.run_file.train.compare_replicas_every
+        if not every or not (saves or step % every == 0) or not has_replicas(self.engine.layout):
+            return
+        self.watch.enter("comparing replicas", step)
+        if said := compare_replicas(self.engine):
+            raise RunFailed(
+                f"step {step}: {said}. A GPU, its memory or a link is at fault; nothing of this step is saved:"
+                " leave the host out, and the same command goes on from the last checkpoint"
+            )
 
     def validate(self, held_out: Dataset, step: int) -> float:
         """Mean loss over the trained tokens of the held-out data, after `step` steps."""

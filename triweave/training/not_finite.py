@@ -60,7 +60,7 @@ def find_not_finite(engine: Engine, batch: Batch) -> Finding | None:
     """
     names = in_order_of_use(tensor.name for tensor in engine.spec.tensors())
     for micro_batch in range(engine.schedule.num_micro_batches):
-        found = _over_ranks(engine, _look(engine, batch, micro_batch, names))
+        found = over_ranks(engine, _look(engine, batch, micro_batch, names))
         if min(found) < NOTHING:
             rank = found.index(min(found))
             phase, order = divmod(found[rank], len(names))
@@ -159,8 +159,8 @@ def _seeing(engine: Engine, see: Any) -> Iterator[None]:
             handle.remove()
 
 
-def _over_ranks(engine: Engine, mine: int) -> list[int]:
-    """What every rank has found."""
+def over_ranks(engine: Engine, mine: int) -> list[int]:
+    """What every rank says, by rank; all of them call it together."""
     world = engine.groups.world
     if world.size == 1:
         return [mine]
