@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from triweave.layout import AXES, Coordinates, Layout
+from triweave.layout import Axis, Coordinates, Layout
 from triweave.model_spec import ModelSpec
 from triweave.parameters import has_tied_copy, kv_replicas
 from triweave.schedule.dataflow import Channel
@@ -44,7 +44,10 @@ class Groups:
     device: torch.device
     world: Group
     tp: Group
-    dp: Group
+    cp: Group
+    """Ranks that hold the other slices of the same sequences."""
+    replicas: Group
+    """Ranks that hold the same part of the model, over dp x cp: what gradients are summed over, and weights sharded."""
     kv: Group
     """Tensor-parallel ranks that hold the same key/value heads."""
     tied: Group
@@ -66,7 +69,7 @@ class Groups:
 def single_process(device: torch.device) -> Groups:
     """The grid of one rank; needs no `torch.distributed`."""
     one = alone()
-    return Groups(Layout(), 0, device, one, one, one, one, one)
+    return Groups(Layout(), 0, device, one, one, one, one, one, one)
 
 
 def make_groups(
@@ -83,14 +86,17 @@ def make_groups(
         return single_process(device)
     rank = dist.get_rank()
     world = Group(tuple(range(layout.world_size)), rank, dist.group.WORLD)
-    by_axis = {axis: _make(axis, layout.groups(axis), rank, timeout_s) for axis in AXES}
+    axes: tuple[Axis, Axis] = ("tp", "cp")
+    tp, cp = (_make(axis, layout.groups(axis), rank, timeout_s) for axis in axes)
+    # A communicator of its own also where it has the ranks of cp: a layer's keys must not wait behind a whole unit.
+    replicas = _make("replicas", layout.same_weights_groups(), rank, timeout_s)
     pipelines = layout.groups("pp")
     tied = alone(rank)
     if has_tied_copy(spec, layout):
         last = layout.stage_owner(layout.num_stages - 1)
         tied = _make("tied", [(pipeline[0], pipeline[last]) for pipeline in pipelines], rank, timeout_s)
-    replicas = kv_replicas(spec, layout.tp)
-    kv_groups = [group[i : i + replicas] for group in layout.groups("tp") for i in range(0, layout.tp, replicas)]
+    copies = kv_replicas(spec, layout.tp)
+    kv_groups = [group[i : i + copies] for group in layout.groups("tp") for i in range(0, layout.tp, copies)]
     links: dict[Channel, Group] = {}
     for channel in sorted(channels):
         for pipeline in pipelines:
@@ -99,7 +105,7 @@ def make_groups(
                 links[channel] = pair
                 _use_once(pair, device)
     kv = _make("kv", kv_groups, rank, timeout_s)
-    return Groups(layout, rank, device, world, by_axis["tp"], by_axis["dp"], kv, tied, links)
+    return Groups(layout, rank, device, world, tp, cp, replicas, kv, tied, links)
 
 
 def _make(name: str, groups: list[tuple[int, ...]], rank: int, timeout_s: float) -> Group:

@@ -119,6 +119,14 @@ class Layout:
         starts = [rank for rank in range(self.world_size) if (rank // stride) % size == 0]
         return [tuple(start + i * stride for i in range(size)) for start in starts]
 
+    def same_weights_groups(self) -> list[tuple[int, ...]]:
+        """Every group of ranks that hold the same part of the model, over dp and cp, nearest ranks together."""
+        return [
+            tuple(start + i * self.tp for i in range(self.replicas))
+            for start in range(self.world_size)
+            if start // self.tp % self.replicas == 0
+        ]
+
     def shard_groups(self) -> list[tuple[int, ...]]:
         """Every group of ranks that share out weights, gradients or optimizer states, nearest ranks together."""
         return [
@@ -164,6 +172,14 @@ class Layout:
         if self.cp > 1:
             parts.append(f"cp{self.cp}")
         return " ".join([*parts, f"dp{self.dp}"])
+
+
+def context_slices(cp_rank: int, cp: int) -> tuple[int, int]:
+    """Which of the 2 cp slices of a sequence a context-parallel rank holds: one of each half, counted from the ends.
+
+    So the queries of every rank see as many keys before them as those of any other; Megatron-Core cuts alike.
+    """
+    return cp_rank, 2 * cp - 1 - cp_rank
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:

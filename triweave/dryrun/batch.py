@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from triweave.config.validate import ResolvedRun
-from triweave.layers.attention import Documents
+from triweave.layers.documents import Documents
 from triweave.llama import StageInput
 from triweave.parameters import vocab_rows
 from triweave.training.step import Batch

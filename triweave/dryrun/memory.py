@@ -165,14 +165,15 @@ def peer_bytes(engine: Engine, resolved: ResolvedRun) -> int:
     transport = engine.tp.transport
     if isinstance(transport, CopyEngines):
         total += -(-exchange_bytes(engine.tp.size, transport.received[0].numel()) // PAGE) * PAGE
-    dp, shard, runtime = engine.groups.dp, resolved.layout.shard, resolved.run.runtime
-    one_node = len({rank // resolved.gpus_per_node for rank in dp.ranks}) == 1
+    group, shard, runtime = engine.groups.replicas, resolved.layout.shard, resolved.run.runtime
+    one_node = len({rank // resolved.gpus_per_node for rank in group.ranks}) == 1
     if runtime.overlap_dp == "auto" and one_node:
-        total += beside_bytes(shard, [unit.numel for unit in engine.sharding.units], dp.size)
+        total += beside_bytes(shard, [unit.numel for unit in engine.sharding.units], group.size)
     return total
 
 
 def nccl_bytes(groups: Groups) -> int:
     """What NCCL takes for this rank's communicators."""
-    shared = sum(group.size > 1 for group in (groups.world, groups.tp, groups.dp, groups.kv, groups.tied))
-    return shared * OURS.nccl_bytes_per_group + len(groups.channels) * OURS.nccl_bytes_per_channel
+    shared = (groups.world, groups.tp, groups.cp, groups.replicas, groups.kv, groups.tied)
+    many = sum(group.size > 1 for group in shared)
+    return many * OURS.nccl_bytes_per_group + len(groups.channels) * OURS.nccl_bytes_per_channel

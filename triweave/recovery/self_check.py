@@ -51,8 +51,8 @@ def together(store: Store | None, what: str, rank: int, world_size: int) -> Iter
 
 def named_groups(groups: Groups) -> Iterator[tuple[str, Group]]:
     """The groups of a rank that hold others too, in the order of all ranks."""
-    fixed = {"world": groups.world, "tp": groups.tp, "dp": groups.dp, "kv": groups.kv, "tied": groups.tied}
-    yield from ((name, group) for name, group in fixed.items() if group.size > 1)
+    fixed = ("world", "tp", "cp", "replicas", "kv", "tied")
+    yield from ((name, group) for name in fixed if (group := getattr(groups, name)).size > 1)
     yield from (("pipeline", groups.channels[channel]) for channel in sorted(groups.channels))
 
 

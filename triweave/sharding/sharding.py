@@ -137,7 +137,7 @@ class Sharding:
                 inside = unit.in_shard(segment.start, segment.stop)
                 if segment.piece.replicas > 1 and inside is not None:
                     square -= (1 - 1 / segment.piece.replicas) * unit.gradient[inside].square().sum()
-            whole = unit.dp.size if unit.shard == "none" else 1
+            whole = unit.replicas.size if unit.shard == "none" else 1
             total += square / (whole * unit.tied_copies)
         return total
 

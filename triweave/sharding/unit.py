@@ -43,10 +43,10 @@ class Unit:
     ) -> None:
         """Lay the parameters out; `allocate` makes the buffers."""
         self.name = name
-        self.dp = groups.dp
+        self.replicas = groups.replicas
         self.device = groups.device
         self.dtype = dtype
-        self.shard: Shard = shard if self.dp.size > 1 else "none"
+        self.shard: Shard = shard if self.replicas.size > 1 else "none"
         # Decayed parameters first, so that decay is one slice of the buffer.
         self.parameters = sorted(parameters, key=lambda parameter: not parameter.decay)
         self.offsets: dict[str, int] = {}
@@ -55,11 +55,11 @@ class Unit:
             self.offsets[parameter.name] = end
             end = _round_up(end + parameter.numel, ALIGNMENT)
             decayed = end if parameter.decay else decayed
-        self.numel = _round_up(end, ALIGNMENT * self.dp.size)
+        self.numel = _round_up(end, ALIGNMENT * self.replicas.size)
         self.num_decayed = decayed
         whole = self.shard == "none"
-        self.shard_start = 0 if whole else self.dp.rank * (self.numel // self.dp.size)
-        self.shard_stop = self.numel if whole else self.shard_start + self.numel // self.dp.size
+        self.shard_start = 0 if whole else self.replicas.rank * (self.numel // self.replicas.size)
+        self.shard_stop = self.numel if whole else self.shard_start + self.numel // self.replicas.size
         self.tied_copies = groups.tied.size if name == "embed" else 1
 
         self.master = torch.empty(0)
@@ -72,7 +72,7 @@ class Unit:
 
         Where whole weights are freed between uses (`full`) they are not there now either: see `filling`.
         """
-        plain = PlainMemory(self.dp, self.device)
+        plain = PlainMemory(self.replicas, self.device)
         self._weights = (memory if shares_weights(self.shard) else plain).buffer(self.numel, self.dtype)
         self._sums: Buffer | None = memory.buffer(self.numel, torch.float32) if shares_sums(self.shard) else None
         self.gradient = (
@@ -236,7 +236,7 @@ class Unit:
     def begin_gradients(self) -> None:
         """Make room for whole gradients before the unit's backward, where only shards are kept."""
         if self._sums is None:
-            self._sums = PlainBuffer(self._zeros(self.numel, self.device), self.dp)
+            self._sums = PlainBuffer(self._zeros(self.numel, self.device), self.replicas)
             self._place_main_grads()
 
     def start_reduction(self) -> Reduction:

@@ -59,7 +59,7 @@ def opening(resolved: ResolvedRun, engine: Engine, meter: Meter, data: Summary, 
         f" shard {layout.shard}",
         *layer_map(layout, resolved.gpus_per_node),
         *([f"tensor    {engine.tp.transport.name}"] if layout.tp > 1 else []),
-        *([f"replicas  {engine.sharding.memory.name}"] if layout.dp > 1 else []),
+        *([f"replicas  {engine.sharding.memory.name}"] if layout.replicas > 1 else []),
         f"attention {engine.kernel.name}",
         f"rank 0    {weights / 1e6:,.1f} M parameters of {spec.num_parameters / 1e6:,.1f} M",
         f"batch     {run.train.global_batch} sequences = {parts}; {meter.tokens_per_step:,} tokens a step,"

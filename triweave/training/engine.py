@@ -90,7 +90,7 @@ def build_engine(
     dtype = DTYPES[run.model.dtype]
     sequence_parallel = layout.uses_sequence_parallel
     slice_shape = (
-        run.data.seq_len // (layout.tp if sequence_parallel else 1),
+        run.data.seq_len // layout.cp // (layout.tp if sequence_parallel else 1),
         layout.micro_batch,
         spec.hidden_size,
     )
@@ -110,7 +110,7 @@ def build_engine(
         draw_weights(units, spec, run.seed)
 
     sharding = Sharding(units, groups, memory)
-    if layout.dp > 1:
+    if layout.replicas > 1:
         for number, stage in stages.items():
             sharding.follow(number, uses_of(stage, units), tp.weight_gradients)
     pipeline = Pipeline(
@@ -158,10 +158,10 @@ def build_stages(
     units = make_units(parameters, groups, layout.shard, dtype)
     memory = choose_memory(
         overlap_dp,
-        groups.dp,
+        groups.replicas,
         groups.device,
         [size for unit in units for size in buffer_sizes(unit.shard, unit.numel, dtype.itemsize)],
-        part_numel(layout.shard, [unit.numel for unit in units], groups.dp.size) if groups.dp.size > 1 else 0,
+        part_numel(layout.shard, [unit.numel for unit in units], layout.replicas) if layout.replicas > 1 else 0,
     )
     for unit in units:
         unit.allocate(memory)
@@ -169,7 +169,7 @@ def build_stages(
     stages: dict[int, Stage] = {}
     for number in numbers:
         with torch.device("meta"):
-            stage = Stage(spec, layout, number, tp, kernel, frequencies, fp8=fp8)
+            stage = Stage(spec, layout, number, tp, kernel, frequencies, cp=groups.cp, fp8=fp8)
         names = {parameter.name for parameter in stage_parameters(spec, layout, number, groups.tp.rank)}
         place_parameters(stage, [unit for unit in units if names & {p.name for p in unit.parameters}])
         stages[number] = stage
