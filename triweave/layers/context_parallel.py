@@ -254,7 +254,8 @@ def _end_to_end(x: Tensor) -> Tensor:
 
 def _by_sequence(x: Tensor, batch: int) -> Tensor:
     """The way back."""
-    return x.unflatten(0, (batch, -1)).transpose(0, 1)
+    whole: Tensor = x.unflatten(0, (batch, -1))
+    return whole.transpose(0, 1)
 
 
 def _start_gathers(k: Tensor, v: Tensor, cp: Group) -> tuple[list[Tensor], list[Pending]]:
