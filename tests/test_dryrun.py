@@ -113,6 +113,10 @@ LAYOUTS = {
     "dp4-gradients": Layout(dp=4, shard="gradients"),
     "dp4-full": Layout(dp=4, shard="full"),
     "tp2-pp2-dp2-full": Layout(tp=2, pp=2, dp=2, shard="full", recompute=("layer",)),
+    "cp2": Layout(cp=2),
+    "cp4-tp2": Layout(cp=4, tp=2),
+    "cp2-recompute": Layout(cp=2, recompute=("norm", "swiglu", "attention")),
+    "cp2-tp2-pp2-dp2-full": Layout(cp=2, tp=2, pp=2, dp=2, shard="full", recompute=("layer",)),
 }
 
 

@@ -159,6 +159,9 @@ def groups_of(wanted: Wanted, seen: Sequence[Seen]) -> Iterator[tuple[str, list[
     layout = wanted.layout
     if layout is not None and layout.world_size == len(seen):
         named = {axis: layout.groups(axis) for axis in AXES if layout.size(axis) > 1}
+        if layout.cp > 1 and "dp" in named:
+            # What the ranks of both axes do together; over dp alone nothing is sent then.
+            named["dp"] = layout.same_weights_groups()
         yield from named.items()
     else:
         hosts = [tuple(one.rank for one in ranks) for ranks in by_host(seen).values()]

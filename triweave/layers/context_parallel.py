@@ -101,17 +101,20 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: Group, backends: Collection[SDPBackend]) -> Tensor:
         ctx.cp, ctx.backends = cp, backends
-        queries, (own, arriving) = _halves(q), _start_gathers(k, v, cp)
+        queries, size = _halves(q), q.shape[0] // 2
+        own, arriving = _start_gathers(k, v, cp)
         sums = [
-            _Sum(attend_part(asking, *_keys_and_values(keys), Sight(causal=True), backends))
-            for asking, keys in zip(queries, own, strict=True)
+            _Sum(attend_part(half, *_keys_and_values(keys), Sight(causal=True), backends))
+            for half, keys in zip(queries, own, strict=True)
         ]
-        size = own[FIRST].shape[0]
+        # What is not needed any more is let go of: of the whole sequence there is much.
+        own.clear()
         for half in seen_whole(cp.rank, cp.size):
             gathered = finish(arriving.pop(0))
             for mine, start, stop in half:
-                keys = _keys_and_values(gathered[start * size : stop * size])
-                sums[mine].add(*attend_part(queries[mine], *keys, Sight(), backends))
+                rows = slice(start * size, stop * size)
+                sums[mine].add(*attend_part(queries[mine], *_keys_and_values(gathered[rows]), Sight(), backends))
+        del gathered
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part, total in zip(_halves(out), sums, strict=True):
             part.copy_(total.out)
@@ -122,44 +125,36 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, logsumexp = ctx.saved_tensors
-        cp: Group = ctx.cp
-        queries, (own, arriving) = _halves(q), _start_gathers(k, v, cp)
+        cp, queries, size = ctx.cp, _halves(q), q.shape[0] // 2
+        own, arriving = _start_gathers(k, v, cp)
         outs, grads = _halves(out), _halves(grad_out.contiguous())
+        grad_queries = [torch.zeros_like(half, dtype=torch.float32) for half in outs]
 
-        def backward(mine: int, keys: Tensor, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
-            return attend_part_backward(
-                grads[mine],
-                queries[mine],
-                *_keys_and_values(keys),
-                outs[mine],
-                logsumexp[mine],
-                sight,
-                ctx.backends,
-            )
+        def add_share(mine: int, keys: Tensor, sight: Sight, grad_keys: Tensor) -> None:
+            known = grads[mine], queries[mine], *_keys_and_values(keys), outs[mine], logsumexp[mine]
+            of_q, *of_keys = attend_part_backward(*known, sight, ctx.backends)
+            grad_queries[mine] += of_q
+            for total, more in zip(_keys_and_values(grad_keys), of_keys, strict=True):
+                total.add_(more)
 
-        grad_queries: list[Tensor] = []
-        grad_own: list[Tensor] = []
+        grad_own = [torch.zeros_like(keys) for keys in own]
         for mine in (FIRST, SECOND):
-            of_q, *of_keys = backward(mine, own[mine], Sight(causal=True))
-            grad_queries.append(of_q.float())
-            grad_own.append(_laid_out(*of_keys))
-        size = own[FIRST].shape[0]
+            add_share(mine, own[mine], Sight(causal=True), grad_own[mine])
+        own.clear()
         leaving: list[Pending] = []
         for half in seen_whole(cp.rank, cp.size):
             gathered = finish(arriving.pop(0))
             total = torch.zeros_like(gathered)
             for mine, start, stop in half:
                 rows = slice(start * size, stop * size)
-                of_q, *of_keys = backward(mine, gathered[rows], Sight())
-                grad_queries[mine] += of_q
-                for sums, more in zip(_keys_and_values(total[rows]), of_keys, strict=True):
-                    sums.add_(more)
+                add_share(mine, gathered[rows], Sight(), total[rows])
             leaving.append(start_reduce_scatter(total, cp))
+        del gathered, total
         grad_q = torch.empty_like(out)
         for part, whole in zip(_halves(grad_q), grad_queries, strict=True):
             part.copy_(whole)
-        summed = torch.cat([finish(one).add_(mine) for one, mine in zip(leaving, grad_own, strict=True)])
-        grad_k, grad_v = summed.chunk(2, dim=2)
+        grad_keys = torch.cat([finish(one).add_(mine) for one, mine in zip(leaving, grad_own, strict=True)])
+        grad_k, grad_v = grad_keys.chunk(2, dim=2)
         return grad_q, grad_k, grad_v, None, None
 
 
