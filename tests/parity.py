@@ -14,12 +14,13 @@ import torch
 
 from triweave.config.schema import DataConfig, ModelConfig, OptimizerConfig, Run
 from triweave.groups import Group
-from triweave.layers.attention import Documents
 from triweave.layers.cross_entropy import IGNORE
+from triweave.layers.documents import Documents
 from triweave.layout import Layout, even_layers
 from triweave.llama import StageInput
 from triweave.model_spec import spec_from_folder
 from triweave.training import engine as engines
+from triweave.training.batches import share_of
 from triweave.training.engine import Engine, build_engine
 from triweave.training.step import Batch
 from triweave.transport.messages import Messages
@@ -71,12 +72,13 @@ def engine_for(folder: Path, layout: Layout, seq: int, num_micro_batches: int, *
     return build_engine(resolved, CPU)
 
 
-def local_batch(samples: list[Sample], layout: Layout, dp_rank: int) -> Batch:
-    """The micro-batches of one data-parallel rank."""
+def local_batch(samples: list[Sample], layout: Layout, dp_rank: int, cp_rank: int = 0) -> Batch:
+    """The micro-batches of one data-parallel rank, and of their sequences the slices of one context-parallel rank."""
     count = len(samples) // layout.dp
     mine = samples[dp_rank * count : (dp_rank + 1) * count]
     trained = sum(int((sample.targets != IGNORE).sum()) for sample in samples)
-    return Batch([sample.inputs for sample in mine], [sample.targets for sample in mine], trained)
+    shares = [share_of(sample.inputs, sample.targets, layout, cp_rank) for sample in mine]
+    return Batch([inputs for inputs, _ in shares], [targets for _, targets in shares], trained)
 
 
 @contextmanager
@@ -102,5 +104,5 @@ def verify_on_rank(
     with fault():
         seq = samples[0].inputs.tokens.shape[0]
         engine = engine_for(folder, layout, seq, len(samples) // layout.dp)
-        batch = local_batch(samples, layout, engine.groups.at.dp)
+        batch = local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp)
         return compare_with_reference(engine, batch, reference, Tolerance())

@@ -336,18 +336,6 @@ def test_a_cluster_file(plan: Answer, tmp_path: Path) -> None:
     assert f"{path}:2: gpus" in errors
 
 
-def test_what_is_planned_and_not_trained(plan: Answer, tmp_path: Path) -> None:
-    """Context parallel is answered, with the refusal that `validate` would give; shard groups are trained."""
-    out = tmp_path / "run.yaml"
-    code, output, errors = plan("--out", str(out), model="llama-3.1-8b", layout="tp=8,cp=2,dp=2,shard_group=2")
-    assert code == 0
-    assert "layout.cp 2: context parallel can be planned and not yet trained" in " ".join(output.split())
-    assert "layout.shard_group 2" not in " ".join(output.split())
-    assert "does not train" in errors
-    layout = load_run(out).layout
-    assert (layout.cp, layout.shard_group) == (2, 2)
-
-
 def test_across_nodes_when_insisted_on(plan: Answer) -> None:
     """A tensor-parallel group of two nodes is answered, beside what the same GPUs do inside nodes."""
     code, output, _ = plan("--tp-across-nodes", layout="tp=16,pp=2")

@@ -116,6 +116,10 @@ LAYOUTS = {
     "dp4-gradients-groups": Layout(dp=4, shard="gradients", shard_group=2),
     "dp8-full-groups": Layout(dp=8, shard="full", shard_group=4),
     "tp2-pp2-dp2-full": Layout(tp=2, pp=2, dp=2, shard="full", recompute=("layer",)),
+    "cp2": Layout(cp=2),
+    "cp4-tp2": Layout(cp=4, tp=2),
+    "cp2-recompute": Layout(cp=2, recompute=("norm", "swiglu", "attention")),
+    "cp2-tp2-pp2-dp2-full": Layout(cp=2, tp=2, pp=2, dp=2, shard="full", recompute=("layer",)),
 }
 
 

@@ -111,6 +111,38 @@ def test_layout_equals_one_process(ranks: Ranks, oracle: Oracle, layout: Layout)
     check(ranks, oracle, layout)
 
 
+CONTEXT = {
+    "cp2": Layout(cp=2),
+    "cp4": Layout(cp=4),
+    "cp2-micro-batch-2": Layout(cp=2, micro_batch=2),
+    "cp2-tp2": Layout(cp=2, tp=2),
+    "cp2-tp2-nosp": Layout(cp=2, tp=2, sequence_parallel=False),
+    "cp2-tp4-more-than-kv-heads": Layout(cp=2, tp=4),
+    "cp2-pp2": Layout(cp=2, pp=2),
+    "cp2-pp2-vpp2": Layout(cp=2, pp=2, vpp=2, schedule="interleaved"),
+    "cp2-pp2-zero-bubble": Layout(cp=2, pp=2, schedule="zero-bubble"),
+    "cp4-tp2-keep-gathered": Layout(cp=4, tp=2, keep_gathered=True),
+    "cp2-none": Layout(cp=2, shard="none"),
+    "cp2-full": Layout(cp=2, shard="full"),
+    "cp2-dp2-none": Layout(cp=2, dp=2, shard="none"),
+    "cp2-dp2-optimizer": Layout(cp=2, dp=2),
+    "cp2-dp2-gradients": Layout(cp=2, dp=2, shard="gradients"),
+    "cp2-dp2-full": Layout(cp=2, dp=2, shard="full"),
+    "cp2-tp2-pp2": Layout(cp=2, tp=2, pp=2, recompute=("norm", "swiglu", "attention")),
+    "cp2-pp2-dp2-full-zero-bubble": Layout(cp=2, pp=2, dp=2, shard="full", schedule="zero-bubble"),
+    "cp2-recompute-layer": Layout(cp=2, tp=2, recompute=("layer",)),
+    "cp2-recompute-attention": Layout(cp=2, recompute=("attention",)),
+    "cp2-recompute-mlp-zero-bubble": Layout(cp=2, pp=2, recompute=("norm", "mlp"), schedule="zero-bubble"),
+}
+
+
+@pytest.mark.parametrize("layout", CONTEXT.values(), ids=CONTEXT.keys())
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_context_parallel_equals_one_process(ranks: Ranks, oracle: Oracle, layout: Layout, packed: bool) -> None:
+    """Ranks that hold two slices of each sequence compute what one process computes, also of packed documents."""
+    check(ranks, oracle, layout, packed=packed)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -144,7 +144,7 @@ def test_layouts_are_spelt_for_people() -> None:
 
 def test_the_text_tells_all_answers(question: Request, grid: Candidate) -> None:
     """Each answer has its number, and the second says how much slower it is."""
-    text = "\n".join(to_text(question, Plan((grid, grid), (), 1, None)))
+    text = "\n".join(to_text(question, Plan((grid, grid), (), 1)))
     assert "1. tp4 pp4" in text
     assert "2. tp4 pp4" in text
     assert "0.0 % slower than the first" in text

@@ -71,7 +71,7 @@ class Watched(TorchDispatchMode):
 def keep_one(rank: int, folder: Path, layout: Layout, samples: list[Sample], dtype: str) -> list[tuple[int, int]]:
     """Bytes that stay after one forward of each stage of this rank: as they are, and as the planner has them."""
     engine = engine_for(folder, layout, SEQ, MICRO_BATCHES, dtype=dtype, weights="random")
-    batch = local_batch(samples, layout, engine.groups.at.dp)
+    batch = local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp)
     found = []
     for stage, module in engine.stages.items():
         with Allocated() as memory:
@@ -112,6 +112,13 @@ KEPT = {
     "full": Layout(dp=2, shard="full"),
     "gradients-tp2": Layout(tp=2, dp=2, shard="gradients"),
     "full-layer": Layout(dp=2, shard="full", recompute=("layer",)),
+    "cp2": Layout(cp=2),
+    "cp2-two-sequences": Layout(cp=2, micro_batch=2),
+    "cp4-tp2": Layout(cp=4, tp=2),
+    "cp2-tp2-pp2": Layout(cp=2, tp=2, pp=2),
+    "cp2-attention": Layout(cp=2, recompute=("norm", "attention")),
+    "cp2-layer": Layout(cp=2, tp=2, recompute=("layer",)),
+    "cp2-full": Layout(cp=2, shard="full"),
 }
 
 
@@ -210,7 +217,7 @@ def states_on_rank(
 ) -> tuple[list[int], list[int]]:
     """Weights, gradients, master weights and moments of this rank after a step, as they are and as planned."""
     engine = engine_for(folder, layout, SEQ, MICRO_BATCHES, dtype=dtype, weights="random")
-    train_step(engine, local_batch(samples, layout, engine.groups.at.dp), 1e-3, 1.0)
+    train_step(engine, local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp), 1e-3, 1.0)
     units = engine.sharding.units
     real = [
         sum(unit.weight.untyped_storage().size() for unit in units),
@@ -272,7 +279,7 @@ def shared_on_rank(rank: int, folder: Path, layout: Layout, samples: list[Sample
 
     sizes: dict[int, int] = {}
     with patch.object(ShardUnit, "begin_gradients", watched):
-        train_step(engine, local_batch(samples, layout, engine.groups.at.dp), 1e-3, 1.0)
+        train_step(engine, local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp), 1e-3, 1.0)
     return {name: values[1] for name, values in seen.items()}
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from triweave.layout import AXES, Coordinates, Layout
+from triweave.layout import Axis, Coordinates, Layout
 from triweave.model_spec import ModelSpec
 from triweave.parameters import has_tied_copy, kv_replicas
 from triweave.schedule.dataflow import Channel
@@ -44,9 +44,10 @@ class Groups:
     device: torch.device
     world: Group
     tp: Group
-    dp: Group
+    cp: Group
+    """Ranks that hold the other slices of the same sequences."""
     shards: Group
-    """Ranks among which `shard` splits: those of this rank's shard group, or all that hold the same weights."""
+    """Ranks among which `shard` splits: this rank's shard group, or all of dp x cp, which hold the same weights."""
     across: Group
     """Ranks that own the same part in the other shard groups; a group of one where there is one shard group."""
     kv: Group
@@ -87,18 +88,19 @@ def make_groups(
         return single_process(device)
     rank = dist.get_rank()
     world = Group(tuple(range(layout.world_size)), rank, dist.group.WORLD)
-    by_axis = {axis: _make(axis, layout.groups(axis), rank, timeout_s) for axis in AXES}
-    shards, across = by_axis["dp"], alone(rank)
+    axes: tuple[Axis, Axis] = ("tp", "cp")
+    tp, cp = (_make(axis, layout.groups(axis), rank, timeout_s) for axis in axes)
+    # A communicator of its own also where it has the ranks of cp: a layer's keys must not wait behind a whole unit.
+    shards, across = _make("shards", layout.shard_groups(), rank, timeout_s), alone(rank)
     if layout.uses_shard_groups:
-        shards = _make("shards", layout.shard_groups(), rank, timeout_s)
         across = _make("across", layout.replica_groups(), rank, timeout_s)
     pipelines = layout.groups("pp")
     tied = alone(rank)
     if has_tied_copy(spec, layout):
         last = layout.stage_owner(layout.num_stages - 1)
         tied = _make("tied", [(pipeline[0], pipeline[last]) for pipeline in pipelines], rank, timeout_s)
-    replicas = kv_replicas(spec, layout.tp)
-    kv_groups = [group[i : i + replicas] for group in layout.groups("tp") for i in range(0, layout.tp, replicas)]
+    copies = kv_replicas(spec, layout.tp)
+    kv_groups = [group[i : i + copies] for group in layout.groups("tp") for i in range(0, layout.tp, copies)]
     links: dict[Channel, Group] = {}
     for channel in sorted(channels):
         for pipeline in pipelines:
@@ -107,7 +109,7 @@ def make_groups(
                 links[channel] = pair
                 _use_once(pair, device)
     kv = _make("kv", kv_groups, rank, timeout_s)
-    return Groups(layout, rank, device, world, by_axis["tp"], by_axis["dp"], shards, across, kv, tied, links)
+    return Groups(layout, rank, device, world, tp, cp, shards, across, kv, tied, links)
 
 
 def _make(name: str, groups: list[tuple[int, ...]], rank: int, timeout_s: float) -> Group:

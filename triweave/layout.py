@@ -176,6 +176,14 @@ class Layout:
         return " ".join([*parts, f"dp{self.dp}"])
 
 
+def context_slices(cp_rank: int, cp: int) -> tuple[int, int]:
+    """Which of the 2 cp slices of a sequence a context-parallel rank holds: one of each half, counted from the ends.
+
+    So the queries of every rank see as many keys before them as those of any other; Megatron-Core cuts alike.
+    """
+    return cp_rank, 2 * cp - 1 - cp_rank
+
+
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """The same number of layers on every virtual stage, earlier stages taking one more where it does not divide."""
     base, extra = divmod(num_layers, num_stages)

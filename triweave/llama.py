@@ -2,18 +2,22 @@
 
 Module names are Hugging Face's. The tensor-parallel split lives inside the layers; the pipeline split is which
 layers a `Stage` is given. Activations are `[seq/tp, batch, hidden]` under sequence parallelism, `[seq, batch,
-hidden]` without.
+hidden]` without. Under context parallelism seq is this rank's share of the sequence, in every shape: only attention
+looks beyond it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from triweave.layers.attention import Attention, AttentionKernel, Documents
+from triweave.groups import Group
+from triweave.layers.attention import Attention, AttentionKernel
+from triweave.layers.documents import Packed
 from triweave.layers.embedding import VocabParallelEmbedding
 from triweave.layers.linear import ColumnParallelLinear
 from triweave.layers.norm import ResidualRMSNorm, RMSNorm
@@ -34,8 +38,17 @@ class StageInput:
     """`[seq, batch]` token ids; only the first stage reads them."""
     positions: Tensor
     """`[seq, batch]`; they start again at 0 in every document."""
-    documents: Documents | None = None
+    documents: Packed | None = None
     """What was packed together; None when every sequence is one document."""
+
+    def to(self, device: torch.device) -> StageInput:
+        """The same on `device`. Pinned memory is not needed: a micro-batch is some 100 kB."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            documents=None if self.documents is None else self.documents.to(device),
+        )
 
 
 class DecoderLayer(nn.Module):
@@ -48,21 +61,22 @@ class DecoderLayer(nn.Module):
         kernel: AttentionKernel,
         recompute: tuple[Recompute, ...],
         *,
+        cp: Group | None = None,
         fp8: bool = False,
     ) -> None:
         super().__init__()
         self.recompute = frozenset(recompute)
         self.input_layernorm = ResidualRMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
-        self.self_attn = Attention(spec, tp, kernel, fp8=fp8)
+        self.self_attn = Attention(spec, tp, kernel, cp=cp, fp8=fp8)
         self.post_attention_layernorm = ResidualRMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
         self.mlp = SwiGLU(spec.hidden_size, spec.intermediate_size, tp, recompute="swiglu" in self.recompute, fp8=fp8)
 
-    def forward(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, documents: Packed | None) -> Tensor:
         """`[seq/tp, batch, hidden]` to the same shape."""
         block = partial(self._block, rotation=rotation, documents=documents)
         return checkpointed(block, x, enabled="layer" in self.recompute)
 
-    def _block(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+    def _block(self, x: Tensor, rotation: Rotation, documents: Packed | None) -> Tensor:
         x, normed = self.input_layernorm(x)
         attention = partial(self._attention, x, rotation=rotation, documents=documents)
         # This sum is the next norm's: x + attention, and the norm of that.
@@ -77,7 +91,7 @@ class DecoderLayer(nn.Module):
         """`block(normed)`, run again in backward from the stream `x` where that is asked for."""
         return checkpointed_after(norm.again, x, normed, block, enabled=name in self.recompute)
 
-    def _attention(self, x: Tensor, normed: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+    def _attention(self, x: Tensor, normed: Tensor, rotation: Rotation, documents: Packed | None) -> Tensor:
         qkv = self._project(self.input_layernorm, self.self_attn.qkv_proj, x, normed)
         attended: Tensor = self.self_attn(qkv, rotation, documents)
         return attended
@@ -98,7 +112,15 @@ class Decoder(nn.Module):
     """The part of Hugging Face's `model.` that a stage holds."""
 
     def __init__(
-        self, spec: ModelSpec, layout: Layout, stage: int, tp: TensorParallel, kernel: AttentionKernel, *, fp8: bool
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        stage: int,
+        tp: TensorParallel,
+        kernel: AttentionKernel,
+        *,
+        cp: Group | None,
+        fp8: bool,
     ) -> None:
         super().__init__()
         self.embed_tokens = (
@@ -108,7 +130,10 @@ class Decoder(nn.Module):
         )
         # Keyed by the layer's number in the whole model, so that names are the same on every layout.
         self.layers = nn.ModuleDict(
-            {str(layer): DecoderLayer(spec, tp, kernel, layout.recompute, fp8=fp8) for layer in layout.layers_of(stage)}
+            {
+                str(layer): DecoderLayer(spec, tp, kernel, layout.recompute, cp=cp, fp8=fp8)
+                for layer in layout.layers_of(stage)
+            }
         )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, tp) if holds_head(layout, stage) else None
 
@@ -125,12 +150,24 @@ class Stage(nn.Module):
         kernel: AttentionKernel,
         frequencies: Tensor,
         *,
+        cp: Group | None = None,
         fp8: bool = False,
     ) -> None:
-        """`frequencies` are `rotary.inverse_frequencies` on the device that computes; `fp8` is of the layers alone."""
+        """Build the modules of stage `stage`.
+
+        Args:
+            spec: the model.
+            layout: the grid.
+            stage: number of the virtual stage.
+            tp: the tensor-parallel ranks.
+            kernel: what may compute attention.
+            frequencies: `rotary.inverse_frequencies` on the device that computes.
+            cp: the context-parallel ranks; None where there are none.
+            fp8: whether the layers' products are in fp8.
+        """
         super().__init__()
         self.frequencies = frequencies
-        self.model = Decoder(spec, layout, stage, tp, kernel, fp8=fp8)
+        self.model = Decoder(spec, layout, stage, tp, kernel, cp=cp, fp8=fp8)
         self.lm_head: ColumnParallelLinear | None = None
         if holds_head(layout, stage):
             self.lm_head = ColumnParallelLinear(spec.hidden_size, vocab_rows(spec.vocab_size, tp.size), tp)

@@ -46,15 +46,6 @@ def layout_problems(
     ]
 
 
-def trainer_problems(layout: Layout) -> list[Problem]:
-    """What the planner prices and this version does not train yet."""
-    problems = []
-    if layout.cp > 1:
-        rule = "context parallel can be planned and not yet trained: this version trains with cp 1 only"
-        problems.append(Problem("layout.cp", layout.cp, rule, "1"))
-    return problems
-
-
 def size_problems(layout: Layout, seq_len: int, global_batch: int) -> list[Problem]:
     """Sizes that are not positive; the other rules divide by them and take them for granted."""
     sizes = {f"layout.{name}": getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp", "micro_batch")}
@@ -83,14 +74,14 @@ def model_problems(
 
 def fp8_problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[Problem]:
     """Sizes of a rank's products that tensor cores cannot take in fp8; the layout must be legal otherwise."""
-    tp, by = layout.tp, FP8_DIVISOR
+    tp, cp, by = layout.tp, layout.cp, FP8_DIVISOR
     kv_heads = max(1, spec.num_key_value_heads // tp)
     sizes = {
         "hidden_size": spec.hidden_size,
         f"the attention heads of a rank, {spec.num_attention_heads} / {tp} x {spec.head_dim}": spec.query_size // tp,
         f"the key/value heads of a rank, {kv_heads} x {spec.head_dim}": kv_heads * spec.head_dim,
         f"intermediate_size / tp = {spec.intermediate_size} / {tp}": spec.intermediate_size // tp,
-        f"seq_len x micro_batch = {seq_len} x {layout.micro_batch}": seq_len * layout.micro_batch,
+        f"seq_len / cp x micro_batch = {seq_len} / {cp} x {layout.micro_batch}": seq_len // cp * layout.micro_batch,
     }
     return [
         Problem("model.fp8", True, f"needs sizes that are multiples of {by}: {name} is {size}", "false")

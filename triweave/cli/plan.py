@@ -15,8 +15,7 @@ from triweave.cli.options import Json
 from triweave.errors import InputError, Problem
 
 if TYPE_CHECKING:
-    from triweave.planner.request import Request
-    from triweave.planner.search import Plan, Progress
+    from triweave.planner.search import Progress
 
 
 def plan(
@@ -76,21 +75,11 @@ def plan(
         _write(svg, "--svg", draw_answer(request, best, timeline_of(request, best.layout)))
     fits = bool(found.candidates) and found.candidates[0].fits
     if out is not None and fits:
-        _write_run_file(out, request, found)
-    return 0 if fits else 1
+        from triweave.planner.ask import run_file_text
 
-
-def _write_run_file(out: Path, request: Request, found: Plan) -> None:
-    """The fastest layout that this version trains; where it trains none of them, the fastest for one that will."""
-    from triweave.planner.ask import run_file_text
-    from triweave.rules import trainer_problems
-
-    best = found.trainable or found.candidates[0]
-    _write(out, "--out", run_file_text(request, best.layout))
-    if problems := trainer_problems(best.layout):
-        print(f"wrote {out}, which this version does not train: {'; '.join(map(str, problems))}", file=sys.stderr)
-    else:
+        _write(out, "--out", run_file_text(request, found.candidates[0].layout))
         print(f"wrote {out}; next: triweave verify {out}", file=sys.stderr)
+    return 0 if fits else 1
 
 
 def _write(path: Path, option: str, text: str) -> None:

@@ -21,7 +21,6 @@ from triweave.rules import (
     grid_problems,
     model_problems,
     size_problems,
-    trainer_problems,
 )
 from triweave.weights_index import weight_problems
 
@@ -63,7 +62,6 @@ def validate(
 
     ranks = world_size if world_size is not None else cluster.world_size if cluster else None
     layout = layout_of(run.layout, ranks)
-    problems += trainer_problems(layout)
     if run.layout.layers == ():
         rule = "must be even, balanced or the layers of every stage in model order"
         problems.append(Problem("layout.layers", "[]", rule, "even"))

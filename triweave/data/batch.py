@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -43,22 +43,11 @@ class MicroBatch:
     num_trained: int
     """Targets that are not -100."""
 
-    def to(self, device: torch.device | str) -> MicroBatch:
-        """The same micro-batch on `device`. Pinned memory is not needed: a micro-batch is some 100 kB."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
-            positions=self.positions.to(device, non_blocking=True),
-            documents=self.documents.to(device, non_blocking=True),
-            cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
-        )
-
 
 def load_micro_batches(dataset: Dataset, ids: Sequence[int], layout: Layout, at: Coordinates) -> list[MicroBatch]:
     """What the rank at `at` computes of a global batch of the sequences `ids`, in order.
 
-    Ranks that differ only along tp, cp or pp get the same.
+    Ranks that differ only along tp, cp or pp get the same; context-parallel ranks share each sequence out.
 
     Raises:
         InputError: there are not `micro_batch x dp` times some number of them.

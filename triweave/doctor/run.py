@@ -163,6 +163,9 @@ def groups_of(wanted: Wanted, seen: Sequence[Seen]) -> Iterator[tuple[str, list[
             # Over all of these ranks nothing is reduced.
             del named["dp"]
             named |= {"shards": layout.shard_groups(), "across": layout.replica_groups()}
+        elif layout.cp > 1:
+            # What the ranks of both axes do together; over dp alone nothing is sent then.
+            named["dp"] = layout.shard_groups()
         yield from ((kind, rows) for kind, rows in named.items() if len(rows[0]) > 1)
     else:
         hosts = [tuple(one.rank for one in ranks) for ranks in by_host(seen).values()]

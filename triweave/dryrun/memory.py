@@ -88,7 +88,7 @@ def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True, on
             if isinstance(channel.handle, LoneGroup) and not one_gpu:
                 channel.handle.launches = lambda: memory.launches
         # A step loads all its micro-batches, also those that need not be run here.
-        batch = make_batch(resolved, META)
+        batch = make_batch(resolved, META, cp_rank=engine.groups.cp.rank)
         rates = resolved.run.optimizer.learning_rate, resolved.run.optimizer.max_grad_norm
         # One micro-batch, so that the optimizer makes its moments: the step that follows is the fuller one.
         train_step(replace(engine, schedule=of_first_micro_batch(engine.schedule)), batch, *rates)
@@ -174,6 +174,6 @@ def peer_bytes(engine: Engine, resolved: ResolvedRun) -> int:
 
 def nccl_bytes(groups: Groups) -> int:
     """What NCCL takes for this rank's communicators."""
-    used = (groups.world, groups.tp, groups.shards, groups.across, groups.kv, groups.tied)
+    used = (groups.world, groups.tp, groups.cp, groups.shards, groups.across, groups.kv, groups.tied)
     shared = sum(group.size > 1 for group in used)
     return shared * OURS.nccl_bytes_per_group + len(groups.channels) * OURS.nccl_bytes_per_channel

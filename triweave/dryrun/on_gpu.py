@@ -95,7 +95,7 @@ def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Cloc
         clock.at = "building the model"
         engine = build_engine(resolved, device, lambda units: fill_on_device(units, resolved.spec))
         clock.follow(engine.pipeline)
-        batch = make_batch(resolved, device, engine.tp.rank)
+        batch = make_batch(resolved, device, engine.tp.rank, engine.groups.cp.rank)
         optimizer = resolved.run.optimizer
         times: list[float] = []
         spans: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)

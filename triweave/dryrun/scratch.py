@@ -25,7 +25,8 @@ def _cudnn_backward(args: Sequence[Any]) -> int:
 def _flash_backward(args: Sequence[Any]) -> int:
     """As cuDNN; and keys and values get a gradient for every query head before those of a group are summed."""
     query, key = args[1], args[2]
-    expanded = 0 if query.numel() == key.numel() else 2 * query.numel() * query.element_size()
+    group = query.shape[1] // key.shape[1]
+    expanded = 0 if group == 1 else 2 * group * key.numel() * key.element_size()
     return _cudnn_backward(args) + int(expanded)
 
 

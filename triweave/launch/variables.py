@@ -39,7 +39,7 @@ def variables(resolved: ResolvedRun, job: Job) -> tuple[Variable, ...]:
             ),
             Variable("NCCL_DEBUG", "WARN", "NCCL says why it fails; INFO would add a page a rank."),
         ]
-    if on_gpus and layout.tp * layout.dp > 1:
+    if on_gpus and layout.tp * layout.replicas > 1:
         told.append(
             Variable(
                 "CUDA_DEVICE_MAX_CONNECTIONS",

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from triweave.groups import Group, alone
+from triweave.layers.context_parallel import attend_in_context
+from triweave.layers.documents import ContextDocuments, Documents, Packed, block_causal_mask
 from triweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from triweave.layers.rotary import Rotation, rotate_queries_and_keys
 from triweave.layers.tensor_parallel import TensorParallel
@@ -38,30 +41,11 @@ class AttentionKernel:
 
 def choose_kernel(wanted: str, device: torch.device) -> AttentionKernel:
     """The kernel for `model.attention`: `auto` takes the first of `BACKENDS` that the inputs allow."""
-    if device.type != "cuda":
-        return AttentionKernel(f"torch on {device.type}")
+    if device.type == "cpu":
+        return AttentionKernel("torch on cpu")
     if wanted == "auto":
         return AttentionKernel("cudnn, else flash", tuple(BACKENDS.values()))
     return AttentionKernel(wanted, (BACKENDS[wanted],))
-
-
-@dataclass(frozen=True, slots=True)
-class Documents:
-    """Which positions of a micro-batch may see which: each sees its own document up to itself."""
-
-    ids: Tensor
-    """`[seq, batch]`: document of each position."""
-    cu_seqlens: Tensor
-    """int32 `[documents + 1]`: where each document starts in the sequences laid end to end."""
-    max_seqlen: int
-    """Tokens of the longest document."""
-
-
-def block_causal_mask(documents: Documents) -> Tensor:
-    """Boolean `[batch, 1, seq, seq]`, true where a query may see a key."""
-    ids = documents.ids.t()  # [batch, seq]
-    same = ids.unsqueeze(2) == ids.unsqueeze(1)
-    return same.tril().unsqueeze(1)
 
 
 class Attention(nn.Module):
@@ -71,20 +55,36 @@ class Attention(nn.Module):
     key/value heads, several ranks hold the same one and their gradients are summed (`Piece.partial`).
     """
 
-    def __init__(self, spec: ModelSpec, tp: TensorParallel, kernel: AttentionKernel, *, fp8: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tp: TensorParallel,
+        kernel: AttentionKernel,
+        *,
+        cp: Group | None = None,
+        fp8: bool = False,
+    ) -> None:
+        """`cp` are the ranks that hold the other slices of the same sequences; None where there are none."""
         super().__init__()
         self.head_dim = spec.head_dim
         self.num_heads = spec.num_attention_heads // tp.size
         self.num_kv_heads = max(1, spec.num_key_value_heads // tp.size)
+        self.cp = cp or alone()
         self.kernel = kernel
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.qkv_proj = ColumnParallelLinear(spec.hidden_size, width, tp, bias=spec.attention_bias, fp8=fp8)
         self.o_proj = RowParallelLinear(self.num_heads * self.head_dim, spec.hidden_size, tp, fp8=fp8)
 
-    def forward(self, qkv: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
-        """What `qkv_proj` gave, `[seq, batch, (heads + 2 kv_heads)/tp * head_dim]`, to `[seq/tp, batch, hidden]`."""
+    def forward(self, qkv: Tensor, rotation: Rotation, documents: Packed | None) -> Tensor:
+        """What `qkv_proj` gave, `[seq, batch, (heads + 2 kv_heads)/tp * head_dim]`, to `[seq/tp, batch, hidden]`.
+
+        A context-parallel rank has its own slices of the sequence: seq is 1/cp of it here.
+        """
         q, k, v = rotate_queries_and_keys(qkv, rotation, self.num_heads, self.num_kv_heads)
-        out = attend(q, k, v, documents, self.kernel)
+        if isinstance(documents, ContextDocuments) or (documents is None and self.cp.size > 1):
+            out = attend_in_context(q, k, v, documents, self.cp, self.kernel.backends)
+        else:
+            out = attend(q, k, v, documents, self.kernel)
         projected: Tensor = self.o_proj(out.flatten(2))
         return projected
 

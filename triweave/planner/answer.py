@@ -14,7 +14,6 @@ from triweave.planner.profile import Profile
 from triweave.planner.profile_machine import is_foreign
 from triweave.planner.request import Candidate, Request, timeline_of
 from triweave.planner.search import Plan
-from triweave.rules import trainer_problems
 from triweave.schedule.draw import draw_timeline
 
 MAX_OTHERS = 12
@@ -87,8 +86,7 @@ def candidate_json(request: Request, candidate: Candidate, first: Candidate | No
 def reasons(request: Request, candidate: Candidate, first: Candidate | None) -> list[str]:
     """Everything that is said of one answer."""
     runner_up = [] if first is None else [what_it_loses(first, candidate)]
-    not_trained = [f"{one.key} {one.value}: {one.rule}" for one in trainer_problems(candidate.layout)]
-    return [*why(request, candidate), *runner_up, *not_trained]
+    return [*why(request, candidate), *runner_up]
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:
@@ -157,7 +155,6 @@ def to_text(request: Request, plan: Plan, *, width: int = 100) -> Iterator[str]:
             yield ""
             timeline = draw_timeline(timeline_of(request, candidate.layout), width - 3)
             yield from ("   " + line for line in timeline.splitlines())
-    yield from _trainable(plan)
     if plan.familiar:
         yield ""
         yield "familiar layouts, for comparison:"
@@ -171,19 +168,6 @@ def to_text(request: Request, plan: Plan, *, width: int = 100) -> Iterator[str]:
             yield from wrap(line, width, initial_indent="   ", subsequent_indent="     ")
         if len(plan.rejected) > MAX_OTHERS:
             yield f"   and {len(plan.rejected) - MAX_OTHERS} more, which --json lists"
-
-
-def _trainable(plan: Plan) -> Iterator[str]:
-    """The fastest layout that this version trains, where it is not the first answer."""
-    best = plan.trainable
-    if best is None or best == plan.candidates[0]:
-        return
-    slower = 100 * (best.time.step_s / plan.candidates[0].time.step_s - 1)
-    yield ""
-    yield (
-        f"fastest that this version trains: {spell_layout(best.layout)}: {best.time.step_s:.2f} s,"
-        f" {slower:.1f} % slower, {best.peak_bytes / GIB:.1f} GiB"
-    )
 
 
 def _figures(candidate: Candidate) -> Iterator[str]:

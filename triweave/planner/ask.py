@@ -20,7 +20,7 @@ from triweave.planner.profile import Profile
 from triweave.planner.profile_machine import machine_from_profile, profile_of
 from triweave.planner.request import Request, legal_problems, price
 from triweave.planner.search import Plan
-from triweave.rules import even_problems, trainer_problems
+from triweave.rules import even_problems
 
 
 def make_request(
@@ -121,9 +121,7 @@ def answer_for(request: Request, words: str) -> Plan:
     Raises:
         InputError: as `given_layout`.
     """
-    candidate = price(request, given_layout(request, words))
-    trains = candidate.fits and not trainer_problems(candidate.layout)
-    return Plan((candidate,), (), 1, candidate if trains else None)
+    return Plan((price(request, given_layout(request, words)),), (), 1)
 
 
 def run_file_text(request: Request, layout: Layout) -> str:

@@ -316,7 +316,7 @@ def _standing_bytes(
     if head and a.logits_held_over:
         whole = s.logits * (layout.tp if a.loss == "gathered" else 1)
         standing["logits and loss: held over"] = whole * min(a.logits_held_over, num_micro_batches - 1)
-    if layout.cp > 1:
+    if layout.cp > 1 and a.bookkeeping == "megatron":
         # Ring attention receives the next keys and values while it computes with the present ones.
         standing["context parallel buffers"] = 4 * s.key_value
     return {name: size for name, size in standing.items() if size}
@@ -349,6 +349,8 @@ def _others(moment: Moment) -> str:
 def _beside(rank: int, allocated: int, spec: ModelSpec, layout: Layout, a: Assumptions) -> dict[str, int]:
     """What the allocator, the driver and NCCL take beside the tensors."""
     groups = sum(layout.size(axis) > 1 for axis in ("tp", "cp", "dp")) + (layout.world_size > 1)
+    # Ours sums gradients over dp x cp in a group of its own also where that has the ranks of cp.
+    groups += a.bookkeeping == "ours" and layout.cp > 1 and layout.dp == 1
     # Shard groups sum their parts among each other on a communicator of its own.
     groups += layout.uses_shard_groups and layout.shard_ranks > 1
     channels = 2 * (layout.pp > 1) * (1 if rank in (0, layout.pp - 1) else 2) + has_tied_copy(spec, layout)

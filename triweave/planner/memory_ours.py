@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from triweave.planner.sizes import Sizes
 from triweave.planner.tape import Block, Pass, Tape
 
+_FLOAT32 = 4
 _ATTENTION = ("query-key-value", "attention output", "logsumexp")
+_IN_CONTEXT = ("own keys' gradient", "received gradient", "queries' gradient in float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,10 @@ def _attention_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
     if not (keep and s.keeps_gathered):
         t.free("gathered attention input")
     # Queries, keys and values are the product itself, rotated in place.
+    if s.cp > 1:
+        _context_forward(t, s)
     t.make("attention output", s.query)
+    t.free("attention sums")
     t.make("logsumexp", s.logsumexp)
     if not keep:
         t.free("logsumexp")
@@ -203,18 +208,54 @@ def _attention_backward(t: Tape, s: Sizes) -> None:
     t.make("gathered gradient", s.gathered)
     t.make("attention output's gradient", s.query)
     t.free("gathered gradient")
-    # FlashAttention 2 and cuDNN sum the queries' gradient in float32.
-    t.make("attention scratch", s.query // s.element * 4)
+    if s.cp > 1:
+        _context_backward(t, s)
+    else:
+        # FlashAttention 2 and cuDNN sum the queries' gradient in float32.
+        t.make("attention scratch", s.query // s.element * 4)
     t.make("queries' gradient", s.query)
     t.make("keys' gradient", s.key_value)
     t.make("values' gradient", s.key_value)
-    t.free("attention scratch", "attention output's gradient", *_ATTENTION)
+    t.free("attention scratch", "attention output's gradient", *_IN_CONTEXT, *_ATTENTION)
     t.make("projected gradient", s.qkv)
     t.free("queries' gradient", "keys' gradient", "values' gradient")
     if "norm" in s.recompute:
         t.make("attention input", s.slice)
     _column_backward(t, s, "attention input", "projected gradient")
     _norm_backward(t, s, "input")
+
+
+def _context_forward(t: Tape, s: Sizes) -> None:
+    """Attention over the keys of all context-parallel ranks (`layers/context_parallel.py`), up to its output."""
+    own = 2 * s.key_value
+    t.make("own keys and values", own)
+    t.make("gathered keys and values", s.cp * own)
+    t.make("attention sums", s.query // s.element * 4)
+    # A kernel's own output, of one of the two slices; in float32 the sums begin with it.
+    t.make("attention of a part", s.query // 2 if s.element < _FLOAT32 else 0)
+    t.free("attention of a part", "own keys and values")
+    t.make("attention of a part", s.query // 2)
+    t.free("attention of a part", "gathered keys and values")
+
+
+def _context_backward(t: Tape, s: Sizes) -> None:
+    """The same backward, up to the gradients of this rank's queries, keys and values."""
+    own = 2 * s.key_value
+    t.make("own keys and values", own)
+    t.make("gathered keys and values", s.cp * own)
+    t.make("queries' gradient in float32", s.query // s.element * _FLOAT32)
+    t.make("own keys' gradient", own)
+    t.free("own keys and values")
+    # Of the first half of the sequence, which the second slice of every rank sees whole.
+    t.make("gathered keys' gradient", s.cp * own // 2)
+    t.make("attention scratch", s.query // s.element * _FLOAT32 // 2)
+    t.make("gradients of a part", s.query // 2 + s.cp * own // 2)
+    t.free("gradients of a part", "attention scratch", "gathered keys and values")
+    # Of the second half, while those of the first are on their way.
+    t.make("received gradient", own)
+    t.make("gathered keys and values", s.cp * own // 2)
+    t.make("more of the gathered keys' gradient", s.cp * own // 2)
+    t.free("gathered keys and values", "more of the gathered keys' gradient", "gathered keys' gradient")
 
 
 def _column_backward(t: Tape, s: Sizes, kept: str, gradient: str) -> None:

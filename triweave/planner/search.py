@@ -35,7 +35,6 @@ from triweave.planner.request import (
 )
 from triweave.planner.space import RECOMPUTE, REPEATS_MORE, SHARDS, Grid, Order, grid_of, grids, orders, sharings
 from triweave.planner.words import as_typed
-from triweave.rules import trainer_problems
 
 Progress = Callable[[int, int], None]
 """Told how many parts of the space have been opened, and how many answers are found."""
@@ -81,8 +80,6 @@ class Plan:
     """One for each grid that has no answer; those that are only slower first."""
     num_considered: int
     """Layouts of the space, not counting ways to recompute."""
-    trainable: Candidate | None
-    """The fastest that this version trains."""
     familiar: tuple[Familiar, ...] = ()
     """What everybody tries first."""
 
@@ -108,7 +105,7 @@ def search(request: Request, top: int = 5, progress: Progress | None = None) -> 
     considered = sum(len(walk.orders(root.pp)) * len(list(sharings(root.replicas))) for root in roots)
     rejected = walk.rejected(dict.fromkeys(map(grid_of, roots)))
     familiar = familiar_layouts(request, walk.answers[0] if walk.answers else None)
-    return Plan(tuple(walk.answers), tuple(rejected), considered, walk.trainable, tuple(familiar))
+    return Plan(tuple(walk.answers), tuple(rejected), considered, tuple(familiar))
 
 
 class _Walk:
@@ -118,7 +115,6 @@ class _Walk:
         self.request = request
         self.top = top
         self.answers: list[Candidate] = []
-        self.trainable: Candidate | None = None
         self.others: dict[Grid, Rejected] = {}
         """Grids that no rule or card allows, and fastest plain layouts of others."""
         self._queue: list[_Node] = []
@@ -234,16 +230,12 @@ class _Walk:
         if self._stands_for_its_grid(node.layout):
             reason = f"fits, and takes {node.seconds:.2f} s a step in 1F1B order"
             self.others[grid_of(node.layout)] = Rejected(node.layout, reason, node.seconds)
-        trainable = self.trainable is None and not trainer_problems(node.layout)
-        if trainable or len(self.answers) < self.top:
-            candidate = price(self.request, node.layout)
-            self.answers += [candidate] * (len(self.answers) < self.top)
-            self.trainable = candidate if trainable else self.trainable
+        if len(self.answers) < self.top:
+            self.answers.append(price(self.request, node.layout))
 
     def _matters(self, layout: Layout) -> bool:
         """Whether a layout, or what is found below it, is still asked for; what no longer is never will be again."""
-        wanted = len(self.answers) < self.top or (self.trainable is None and not trainer_problems(layout))
-        return wanted or self._stands_for_its_grid(layout)
+        return len(self.answers) < self.top or self._stands_for_its_grid(layout)
 
     def _stands_for_its_grid(self, layout: Layout) -> bool:
         """Whether it may be told as the fastest plain layout of its grid."""

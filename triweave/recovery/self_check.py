@@ -51,10 +51,19 @@ def together(store: Store | None, what: str, rank: int, world_size: int) -> Iter
 
 def named_groups(groups: Groups) -> Iterator[tuple[str, Group]]:
     """The groups of a rank that hold others too, in the order of all ranks."""
-    reductions = (
-        {"shards": groups.shards, "across": groups.across} if groups.layout.uses_shard_groups else {"dp": groups.shards}
-    )
-    fixed = {"world": groups.world, "tp": groups.tp, **reductions, "kv": groups.kv, "tied": groups.tied}
+    layout = groups.layout
+    if layout.uses_shard_groups:
+        reductions = {"shards": groups.shards, "across": groups.across}
+    else:
+        reductions = {"dp" if layout.cp == 1 else "dp x cp": groups.shards}
+    fixed = {
+        "world": groups.world,
+        "tp": groups.tp,
+        "cp": groups.cp,
+        **reductions,
+        "kv": groups.kv,
+        "tied": groups.tied,
+    }
     yield from ((name, group) for name, group in fixed.items() if group.size > 1)
     yield from (("pipeline", groups.channels[channel]) for channel in sorted(groups.channels))
 

@@ -14,7 +14,7 @@ _LEFT, _GAP = 84, 3
 
 
 def draw_grid(layout: Layout, gpus_per_node: int) -> str:
-    """One `<svg role="img">`: cells say pipeline stage, data-parallel and tensor-parallel place."""
+    """One `<svg role="img">`: cells say pipeline stage, data-parallel, context-parallel and tensor-parallel place."""
     nodes = -(-layout.world_size // gpus_per_node)
     cell = min(104.0, (WIDTH - _LEFT) / gpus_per_node)
     small = nodes > 16
@@ -39,13 +39,14 @@ def _node(
         at = layout.coordinates(rank)
         x = _LEFT + (rank - first) * cell
         group = f", shard group {layout.shard_group_of(rank)}" if layout.uses_shard_groups else ""
+        context, short = (f" cp {at.cp},", f" c{at.cp}") if layout.cp > 1 else ("", "")
         yield (
             f'<rect x="{x:.1f}" y="{top}" width="{cell - _GAP:.1f}" height="{height}" rx="3" '
             f'fill="{COLOURS[at.pp % len(COLOURS)]}" stroke="#222" stroke-width=".6">'
-            f"<title>rank {rank}: stage {at.pp}, dp {at.dp}, tp {at.tp}{group}</title></rect>"
+            f"<title>rank {rank}: stage {at.pp}, dp {at.dp},{context} tp {at.tp}{group}</title></rect>"
         )
         middle = x + (cell - _GAP) / 2
-        words = f"p{at.pp} d{at.dp} t{at.tp}"
+        words = f"p{at.pp} d{at.dp}{short} t{at.tp}"
         if small:
             words = words if cell > 50 else f"p{at.pp}"
             place = f'x="{middle:.1f}" y="{top + 12}" text-anchor="middle"'

@@ -90,7 +90,7 @@ def build_engine(
     dtype = DTYPES[run.model.dtype]
     sequence_parallel = layout.uses_sequence_parallel
     slice_shape = (
-        run.data.seq_len // (layout.tp if sequence_parallel else 1),
+        run.data.seq_len // layout.cp // (layout.tp if sequence_parallel else 1),
         layout.micro_batch,
         spec.hidden_size,
     )
@@ -169,7 +169,7 @@ def build_stages(
     stages: dict[int, Stage] = {}
     for number in numbers:
         with torch.device("meta"):
-            stage = Stage(spec, layout, number, tp, kernel, frequencies, fp8=fp8)
+            stage = Stage(spec, layout, number, tp, kernel, frequencies, cp=groups.cp, fp8=fp8)
         names = {parameter.name for parameter in stage_parameters(spec, layout, number, groups.tp.rank)}
         place_parameters(stage, [unit for unit in units if names & {p.name for p in unit.parameters}])
         stages[number] = stage

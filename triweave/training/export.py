@@ -74,8 +74,8 @@ def _bring_to_first(
     whole = None
     if at.pp == pp_rank:
         unit = units[parameter.unit]
-        unit.gather()  # over the data-parallel ranks, where weights are sharded too
-        if at.dp == 0:
+        unit.gather()  # over the ranks that hold the same part of the model, where weights are sharded too
+        if at.dp == at.cp == 0:
             whole = _whole(engine, unit, parameter, piece)
         unit.release()
     if owner == 0:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from triweave.layers.documents import own_slices
 from triweave.training.engine import Engine
 from triweave.training.step import Batch, loss_of, sum_over_grid
 from triweave.verify.reference import Reference, observed_modules
@@ -211,7 +212,9 @@ def _comparing_outputs(engine: Engine, file: Any, errors: Errors, num_micro_batc
 
 def _same_part(engine: Engine, name: str, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """The part of the reference's output that this rank holds, beside this rank's own without padding."""
-    rank = engine.tp.rank
+    rank, cp = engine.tp.rank, engine.groups.cp
+    if cp.size > 1:
+        theirs = own_slices(theirs, cp.rank, cp.size)
     if name == "lm_head":
         width = ours.shape[-1]
         theirs = theirs[..., rank * width : (rank + 1) * width]

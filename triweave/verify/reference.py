@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from triweave.layers.attention import block_causal_mask
 from triweave.layers.cross_entropy import IGNORE
+from triweave.layers.documents import Documents, block_causal_mask
 from triweave.llama import StageInput
 from triweave.model_spec import spec_from_folder
 
@@ -102,7 +102,7 @@ def _forward(model: nn.Module, inputs: StageInput, device: torch.device | None) 
     # Always given: without one, transformers takes positions that start again (padding) for another document.
     seq = tokens.shape[1]
     mask = torch.ones(1, 1, seq, seq, dtype=torch.bool, device=device).tril()
-    if inputs.documents is not None:
+    if isinstance(inputs.documents, Documents):
         mask = block_causal_mask(inputs.documents).to(device)
     logits: Tensor = model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
     return logits
