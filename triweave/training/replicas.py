@@ -112,7 +112,7 @@ def _first_difference(held: Sequence[Held], groups: Sequence[Group], place: dict
     for group in groups:
         row += group.rank * table.shape[0]
         table = all_gather(table, group)
-    differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+    differing: list[int] = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
     if not differing:
         return NOTHING
     first = min(differing, key=lambda column: (place[held[column].name], held[column].kind))
