@@ -1,7 +1,7 @@
 """Sums over shard groups on GPUs in pretence: right in any order of the streams, and every wait of theirs is needed.
 
-Inside a group copies and sums are those that run on GPUs (`test_shared_memory`); NCCL is pretended too: its stream waits
-for the stream that starts it, and no rank leaves before all have come.
+Inside a group copies and sums are those that run on GPUs (`test_shared_memory`); NCCL is pretended too: its stream
+waits for the stream that starts it, and no rank leaves before all have come.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ def check(seed: int) -> None:
 
 
 def test_any_order_gives_the_same() -> None:
-    """However far ranks and streams run apart, every part is summed inside its group, then across, and nothing hangs."""
+    """However far ranks and streams run apart, parts are summed inside a group, then across, and nothing hangs."""
     for seed in range(20):
         check(seed)
 
 
 @pytest.mark.parametrize(("waits", "waited_for"), [(SIDE, 2), (NCCL, SIDE), (0, NCCL)])
 def test_missing_wait_between_streams_is_seen(waits: int, waited_for: int) -> None:
-    """Without the wait of the side stream for the sums, of NCCL for that stream, or of what computes, it comes out wrong."""
+    """Without the side stream's wait for the sums, NCCL's for that stream, or that of what computes, it goes wrong."""
     wait, made = Stream.wait_event, Stream.record_event
 
     def record(self: Stream) -> Any:

@@ -166,8 +166,14 @@ def test_foreign_section_in_an_unknown_one(tmp_path: Path) -> None:
         (
             "dp_replicate_size: 2\ndp_shard_size: 8\n",
             "dp_shard_size",
-            "layout.dp = replicas x shards = 2 x 8 = 16",
+            "layout.dp = replicas x shards = 2 x 8 = 16, layout.shard_group = shards = 8",
             "layout.dp: 16",
+        ),
+        (
+            "data_parallel_size: 16\nnum_distributed_optimizer_instances: 4\n",
+            "num_distributed_optimizer_instances",
+            "layout.shard_group = dp x cp / instances = 16 / 4 = 4",
+            "layout.shard_group: 4",
         ),
         (
             "data_parallel_shard_degree: -1\n",

@@ -87,7 +87,7 @@ CASES = {
 
 @pytest.mark.parametrize(("layout", "kind", "odd", "others"), CASES.values(), ids=CASES.keys())
 def test_one_bit_is_found(ranks: Ranks, tmp_path: Path, layout: Layout, kind: str, odd: int, others: str) -> None:
-    """Trained replicas agree; with one bit flipped all ranks name the rank, the parameter and who holds it otherwise."""
+    """Trained replicas agree; with a bit flipped all ranks name the rank, the parameter and who holds it otherwise."""
     answers = ranks.run(layout.world_size, compare_on_rank, tiny_config(tmp_path), layout, "bfloat16", kind, odd)
     assert answers[odd][2]
     for before, after, _ in answers:

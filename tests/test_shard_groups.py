@@ -1,4 +1,4 @@
-"""Shard groups (HSDP): what is summed in two steps is what is summed in one, wherever the order of the sums allows it."""
+"""Shard groups (HSDP): what is summed in two steps is what is summed in one, where the order of sums allows it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_bit_for_bit_where_no_sum_is_rounded_otherwise(
     """With two ranks that add something, one in each group, three steps equal those of one group in every bit.
 
     (a + 0) + (b + 0) is (a + 0 + b) + 0 in float32; with four summands (a + b) + (c + d) is rounded otherwise. So it is
-    where shards of several micro-batches are added up before they are summed across, and not after (`gradients`, `full`).
+    where shards of several micro-batches are added up before they are summed across (`gradients`, `full`), not after.
     The squared norm is a sum over other parts of a unit: it may differ in the last bit, and must not scale anything.
     """
     folder, samples = tiny_config(tmp_path), samples_of({0, 3}, micro_batches)
@@ -72,7 +72,7 @@ def test_bit_for_bit_where_no_sum_is_rounded_otherwise(
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "full"])
 def test_rounding_is_all_that_differs(ranks: Ranks, tmp_path: Path, shard: Any) -> None:
-    """Where all ranks add something and the norm clips, losses and norms are those of one group to float32's rounding."""
+    """Where all ranks add something and the norm clips, losses and norms are those of one group but for rounding."""
     folder, samples = tiny_config(tmp_path), samples_of(set(range(DP)), 2)
     one, _ = trained(ranks, folder, Layout(dp=DP, shard=shard), samples, 0.1)
     two, _ = trained(ranks, folder, Layout(dp=DP, shard=shard, shard_group=2), samples, 0.1)

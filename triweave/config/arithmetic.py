@@ -70,6 +70,13 @@ def data_parallel(value: Scalar, given: Given) -> Sum:
     return Sum("", str(number) if number else None)
 
 
+def ranks_of_an_instance(value: Scalar, given: Given) -> Sum:
+    """Ranks that hold the same weights / instances of the optimizer among them."""
+    dp, cp = _dp(given), _number(given, _AXES[2]) or 1
+    ranks = None if dp is None else dp * cp
+    return _quotient("layout.shard_group", ("dp x cp", "instances"), (ranks, _positive(value)))
+
+
 def share_of_learning_rate(value: Scalar, given: Given) -> Sum:
     """Share x peak."""
     peak = _number(given, ("learning_rate", "lr", "max_lr"))

@@ -226,6 +226,12 @@ TABLE: tuple[Foreign, ...] = (
         {True: "full", "always": "full", False: "gradients", "never": "gradients"},
     ),
     Foreign(
+        "layout.shard_group",
+        "num_distributed_optimizer_instances (Megatron-LM)",
+        "ranks of an instance, not instances; left out, one instance",
+        work=arithmetic.ranks_of_an_instance,
+    ),
+    Foreign(
         "layout.recompute",
         "gradient_checkpointing (HF Trainer, TRL, Axolotl and LLaMA-Factory), activation_checkpointing (HF Trainer "
         "and AutoModel), enable_activation_checkpointing (torchtune), activation_checkpoint (torchtitan), "

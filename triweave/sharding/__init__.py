@@ -9,8 +9,8 @@ rank owns an equal slice, its *shard*, of each unit's float32 master weights, mo
     gradients   whole         shard             shard                        ZeRO-2
     full        shard         shard             shard                        ZeRO-3, FSDP
 
-Ranks share out among all that hold the same part of the model, or (`shard_group`) among neighbours: then every such group
-is a replica of the others, weights are gathered inside it, and the groups sum what each owns once a step.
+Ranks share out among all that hold the same part of the model, or (`shard_group`) among neighbours: then every such
+group is a replica of the others, weights are gathered inside it, and the groups sum what each owns once a step.
 
 Gradient sums are float32 and are added to by the layers themselves (`gradients.main_grad`); whole ones are
 reduced once a step, sharded ones after each unit's backward. Why this is not FSDP2: docs/decisions/0002.

@@ -79,5 +79,5 @@ def _warnings(layout: Layout, places: Sequence[Place]) -> Iterator[str]:
         hosts = ", ".join(dict.fromkeys(host_of[rank] for rank in crossing[0]))
         yield (
             f"warning   {len(crossing)} of {len(shards)} shard groups cross hosts, the first on {hosts}, and one host"
-            f" has room for {layout.tp} x {layout.shard_ranks} ranks: what is gathered inside them waits for the network"
+            f" has room for {layout.tp} x {layout.shard_ranks} ranks: what is gathered in them waits for the network"
         )

@@ -1,9 +1,9 @@
-"""Whether data-parallel replicas hold the same numbers, bit for bit: weights, and what the optimizer keeps several times.
+"""Whether data-parallel replicas hold the same numbers, bit for bit: weights, and the optimizer's where kept twice.
 
-A bit that flips in a GPU's memory, in its arithmetic or on a link raises no error and makes no number infinite: replicas
-drift apart, and what is trained is no one model. Each rank adds up the bits of what others hold too, as whole numbers
-modulo 2**64, where they lie: one wrong bit always changes the sum. Two could cancel only as the same bit of two numbers,
-flipped opposite ways.
+A bit that flips in a GPU's memory, in its arithmetic or on a link raises no error and makes no number infinite:
+replicas drift apart, and what is trained is no one model. Each rank adds up the bits of what others hold too, as whole
+numbers modulo 2**64, where they lie: one wrong bit always changes the sum. Two could cancel only as the same bit of
+two numbers, flipped opposite ways.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
 
 def has_replicas(layout: Layout) -> bool:
-    """Whether data-parallel ranks keep anything that others keep too: at `full` they do in several shard groups only."""
+    """Whether data-parallel ranks keep anything that others keep too: at `full` only several shard groups do."""
     return layout.replicas > 1 and (layout.shard != "full" or layout.uses_shard_groups)
 
 
@@ -112,7 +112,7 @@ def _first_difference(held: Sequence[Held], groups: Sequence[Group], place: dict
     for group in groups:
         row += group.rank * table.shape[0]
         table = all_gather(table, group)
-    differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+    differing: list[int] = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
     if not differing:
         return NOTHING
     first = min(differing, key=lambda column: (place[held[column].name], held[column].kind))
