@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,11 @@ def notes(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(said)
 
 
-def run(waiting: list[Case], out: Path, limit_s: float, end: float) -> None:
-    """Run cases in their order and write each one's row into `out` as it comes, until all are done or time is over."""
+def run(waiting: list[Case], out: Path, limit_s: float, end: float, marks: Mapping[str, Any] | None = None) -> None:
+    """Run cases in their order and write each one's row into `out` as it comes, until all are done or time is over.
+
+    What `marks` holds goes into every row.
+    """
     known = {case.name: case for case in waiting}
     while waiting and time.monotonic() < end:
         together = sessions(waiting)[0]
@@ -120,7 +123,7 @@ def run(waiting: list[Case], out: Path, limit_s: float, end: float) -> None:
                 waiting.insert(0, known[case.name])
                 continue
             succeeded = row["outcome"] == "ok"
-            (out / f"{case.name}.json").write_text(json.dumps(row, indent=1))
+            (out / f"{case.name}.json").write_text(json.dumps(row | dict(marks or {}), indent=1))
             print(f"{case.name}: {row['outcome']}, {row['wall_s']} s", flush=True)
 
 

@@ -1,0 +1,273 @@
+"""Four or eight GPUs of one host: layouts proved, timed beside the peers and beside what was told before; one table.
+
+    python bench/eight.py --gpus 8 --only check                        # ahead, on any machine without a GPU; minutes
+    python bench/eight.py --gpus 8 --only probe,tell,verify,70b --budget-s 560     # about eight minutes
+    python bench/eight.py --gpus 8 --only 8b,overlap --budget-s 560                # about seven and a half
+    python bench/eight.py --gpus 8 --only 8b,70b,overlap --budget-s 560            # again, if the table names what was left
+    python bench/eight.py --gpus 8 --only table                        # any machine
+
+`--gpus 4` and `--gpus 2` run the halves and the quarters. `--shape tiny` rehearses on CPU processes.
+
+Parts, in their order. `check`: memory of every case by `triweave check`. `probe`: a profile of this host, collectives
+and layers over 2, 4 and 8 GPUs. `tell`: the planner's seconds of every case, with that profile and with a shipped one.
+`verify`: each layout on a small model, bf16, against transformers. `8b`: Llama-3-8B at 8,192 in every layout, then
+torchtitan and Megatron-Core, the same tokens a step. `70b`: stages of Llama-3-70B's TP 8 x PP 4 with real collectives,
+each alone under 80 GB; then as many of its layers as fit at TP 8 alone. `overlap`: single layers and right results of the
+copy engines (`bench/overlap.py`). `table`: the page.
+
+Expected minutes on eight, from what two GPUs took: probe 2.5 (115 s on two, and layers and host over 4 and 8 ranks);
+verify 1 (12 s to start, 6 layouts); stages 2.5 (7 of 12 to 25 s); the deepest model 0.7; ours of 8B 2.5 (7 cases of
+20 s); torchtitan and Megatron-Core 4 (5 cases of 50 s); overlap 1.
+
+A row is one JSON file in `--out`; what is there is not run again. Every rank has a limit of its own (`--limit-s`), and
+none outlives this command. A case that the rules refuse, that does not fit, fails or hangs, and a peer that is not installed
+are rows that say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from eight_cases import SIZES, own_cases, peer_cases, stage_cases, verify_cases, whole_cases
+from eight_table import Found, page
+from eight_told import SHIPPED, seal, tell_memory, tell_times, write
+from throughput import ROOT, run
+from triweave_case import refusal_of
+from workload import Case
+
+PROBE_MINUTES, OVERLAP_S, REFERENCE_S = 4.0, 150.0, 180.0
+"""The most that these take."""
+OURS = ("triweave", "stage", "verify")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One call: what is wanted, and where everything lies."""
+
+    gpus: int
+    tiny: bool
+    out: Path
+    limit_s: float
+    end: float
+
+    @property
+    def rows(self) -> Path:
+        return self.out / "rows"
+
+    @property
+    def profile(self) -> Path:
+        return self.out / f"profile-x{self.gpus}.yaml"
+
+    @property
+    def memory(self) -> Path:
+        return self.out / "check.json"
+
+    @property
+    def times(self) -> Path:
+        return self.out / "times.json"
+
+    def cases(self, part: str) -> list[Case]:
+        """The cases of a part, those that are refused among them."""
+        made = {
+            "verify": lambda: verify_cases(self.gpus),
+            "8b": lambda: own_cases(self.gpus, tiny=self.tiny) + peer_cases(self.gpus, tiny=self.tiny),
+            "70b": lambda: stage_cases(self.gpus, tiny=self.tiny) + whole_cases(self.gpus, tiny=self.tiny),
+        }
+        return made[part]() if part in made else []
+
+    def priced(self) -> list[Case]:
+        """Our cases that run and are told of before."""
+        cases = self.cases("8b") + self.cases("70b")
+        return [case for case in cases if case.system in OURS and not refusal_of(case)]
+
+    def told_by(self) -> dict[str, str]:
+        """Hashes of what was told; an empty one where nothing was."""
+        files = {"check": self.memory, "times": self.times}
+        return {name: seal(path) if path.exists() else "" for name, path in files.items()}
+
+
+def check(bench: Bench) -> None:
+    """Write what `check` says, once."""
+    if not bench.memory.exists():
+        write(bench.memory, tell_memory(bench.priced()), gpus=bench.gpus)
+
+
+def probe(bench: Bench) -> None:
+    """Measure this host; goes on with a profile that was begun."""
+    minutes = min(PROBE_MINUTES, (bench.end - time.monotonic()) / 60)
+    if minutes <= 0:
+        return
+    words = ["-m", "triweave", "probe", "--out", str(bench.profile), "--nproc", str(bench.gpus)]
+    words += ["--minutes", f"{minutes:.2f}"]
+    parts = "links" if bench.tiny else "gemm,attention,memory,links,copies,overlap,layers,host"
+    words += ["--only", parts, *(["--device", "cpu"] if bench.tiny else [])]
+    call(words, 60 * minutes + 60, bench.out / "probe.log")
+
+
+def tell(bench: Bench) -> None:
+    """Write the planner's seconds, once."""
+    if not bench.times.exists():
+        write(bench.times, tell_times(bench.priced(), bench.profile), gpus=bench.gpus, shipped=SHIPPED)
+
+
+def verify(bench: Bench) -> None:
+    """Write transformers' answer in a process of its own, then let every layout be held against it."""
+    folder = bench.out / "verify"
+    if not (folder / "out" / "verify" / "bfloat16.json").exists():
+        folder.mkdir(exist_ok=True)
+        script = ROOT / "bench" / "peers" / "verify_run.py"
+        call([str(script), str(folder)], REFERENCE_S, bench.out / "reference.log")
+    os.environ["BENCH_VERIFY"] = str(folder.resolve())
+    measure(bench, "verify")
+
+
+def measure(bench: Bench, part: str) -> None:
+    """Run the cases of a part that have no row yet."""
+    waiting = [case for case in bench.cases(part) if not row_path(bench, case).exists() and not refused(case)]
+    bench.rows.mkdir(exist_ok=True)
+    run(waiting, bench.rows, bench.limit_s, bench.end, {"told_by": bench.told_by()})
+
+
+def overlap(bench: Bench) -> None:
+    """Single layers over all GPUs."""
+    path, seconds = bench.out / "overlap.json", min(OVERLAP_S, bench.end - time.monotonic())
+    if seconds <= 0 or (path.exists() and any(row["section"] == "layers" for row in json.loads(path.read_text()))):
+        return
+    words = [str(ROOT / "bench" / "overlap.py"), "--out", str(path), "--ranks", str(bench.gpus)]
+    words += ["--sections", "right,layers", *(["--small"] if bench.tiny else [])]
+    call(words, seconds, bench.out / "overlap.log")
+
+
+def table(bench: Bench) -> None:
+    """Write and print the page of everything that is there."""
+    cases = [case for part in ("verify", "8b", "70b") for case in bench.cases(part)]
+    rows, left = [], []
+    for case in cases:
+        path = row_path(bench, case)
+        if path.exists():
+            rows.append(json.loads(path.read_text()))
+        elif why := refused(case):
+            rows.append({"case": asdict(case), "outcome": f"refused: {why}", "log_tail": []})
+        else:
+            left.append(case.name)
+    overlapped = bench.out / "overlap.json"
+    found = Found(
+        bench.gpus,
+        rows,
+        told_of(bench.memory),
+        told_of(bench.times),
+        bench.told_by(),
+        json.loads(overlapped.read_text()) if overlapped.exists() else (),
+        left,
+    )
+    lines = page(found, head_of(bench, rows))
+    (bench.out / "eight.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (bench.out / "rows.json").write_text(json.dumps(rows, indent=1))
+    print("\n".join(lines))
+
+
+def head_of(bench: Bench, rows: list[Any]) -> str:
+    """When, on what, and what was told when."""
+    ran = next((row for row in rows if "device" in row), {"device": "nothing", "torch": torch.__version__})
+    told = [
+        f"{name} `{hash_}` of {json.loads(path.read_text())['written_at']}" if hash_ else f"{name}: nothing was told"
+        for (name, hash_), path in zip(bench.told_by().items(), (bench.memory, bench.times), strict=True)
+    ]
+    where = f"{datetime.now(UTC).date().isoformat()}. {bench.gpus} x {ran['device']}, torch {ran['torch']}."
+    return f"{where} Command: `python bench/eight.py --gpus {bench.gpus}`. Predictions: {'; '.join(told)}."
+
+
+def told_of(path: Path) -> Any:
+    """What a file of predictions says, by the names of cases."""
+    return json.loads(path.read_text())["cases"] if path.exists() else {}
+
+
+def row_path(bench: Bench, case: Case) -> Path:
+    """Where a case's row is kept."""
+    return bench.rows / f"{case.name}.json"
+
+
+def refused(case: Case) -> str:
+    """Why a case of ours is not run by the rules of this version."""
+    return refusal_of(case) if case.system in OURS else ""
+
+
+def call(words: list[str], limit_s: float, log: Path) -> None:
+    """Run a Python command that may take so long; what it says goes to a file, and how it ended is told."""
+    begin = time.monotonic()
+    with log.open("w") as file:
+        child = subprocess.Popen(
+            [sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            outcome = f"exit code {child.wait(limit_s)}"
+        except subprocess.TimeoutExpired:
+            outcome = f"ended after its {limit_s:.0f} s"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    print(f"{log.stem}: {outcome}, {time.monotonic() - begin:.1f} s", flush=True)
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "check": check,
+    "probe": probe,
+    "tell": tell,
+    "verify": verify,
+    "8b": lambda bench: measure(bench, "8b"),
+    "70b": lambda bench: measure(bench, "70b"),
+    "overlap": overlap,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, choices=SIZES, required=True)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, between commas; the table always follows")
+    parser.add_argument("--shape", default="full", choices=("full", "tiny"), help="tiny: CPU processes, a rehearsal")
+    parser.add_argument("--out", type=Path, help="results; what is there is not rerun")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="of one case, after which its ranks end")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="no case goes on beyond this")
+    parser.add_argument("--list", action="store_true", help="name the cases and run none")
+    options = parser.parse_args()
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - {*PARTS, "table"}:
+        parser.error(f"--only {', '.join(sorted(unknown))}: no such part; there are {', '.join(PARTS)}, table")
+    tiny, gpus = options.shape == "tiny", options.gpus
+    out = options.out or Path(f"runs/{'tiny-' if tiny else ''}x{gpus}")
+    bench = Bench(gpus, tiny, out, options.limit_s, time.monotonic() + options.budget_s)
+    if options.list:
+        print("\n".join(case.name for part in PARTS for case in bench.cases(part) if part in wanted))
+        return 0
+    on_gpus = set(wanted) - {"check", "tell", "table"}
+    if on_gpus and not tiny and torch.cuda.device_count() < gpus:
+        parser.error(f"--gpus {gpus}: this host has {torch.cuda.device_count()}; --shape tiny rehearses without")
+    if {"8b", "70b"} & set(wanted) and not bench.times.exists() and "tell" not in wanted:
+        parser.error(f"no predictions in {bench.times}: nothing is run that was not predicted; --only tell writes them")
+    # What starts without these would take multicast, which needs the fabric manager to grant it.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    bench.out.mkdir(parents=True, exist_ok=True)
+    for name, part in PARTS.items():
+        if name in wanted:
+            print(f"--- {name}", flush=True)
+            part(bench)
+    table(bench)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
