@@ -1,27 +1,27 @@
 """Four or eight GPUs of one host: layouts proved, timed beside the peers and beside what was told before; one table.
 
-    python bench/eight.py --gpus 8 --only check                        # ahead, on any machine without a GPU; minutes
-    python bench/eight.py --gpus 8 --only probe,tell,verify,70b --budget-s 560     # about eight minutes
-    python bench/eight.py --gpus 8 --only 8b,overlap --budget-s 560                # about seven and a half
-    python bench/eight.py --gpus 8 --only 8b,70b,overlap --budget-s 560            # again, if the table names what was left
-    python bench/eight.py --gpus 8 --only table                        # any machine
+    python bench/eight.py --gpus 8 --only check                 # ahead, on any machine without a GPU: minutes
+    python bench/eight.py --gpus 8 --only probe,tell,verify,70b --budget-s 560      # about seven minutes
+    python bench/eight.py --gpus 8 --only 8b,overlap --budget-s 560                 # about eight
+    python bench/eight.py --gpus 8 --only 70b,8b,overlap --budget-s 560    # if the page names what was left
+    python bench/eight.py --gpus 8 --only table                            # any machine
 
-`--gpus 4` and `--gpus 2` run the halves and the quarters. `--shape tiny` rehearses on CPU processes.
+`--gpus 4` and `--gpus 2` run the halves and the quarters; `--shape tiny` rehearses on CPU processes.
 
 Parts, in their order. `check`: memory of every case by `triweave check`. `probe`: a profile of this host, collectives
 and layers over 2, 4 and 8 GPUs. `tell`: the planner's seconds of every case, with that profile and with a shipped one.
-`verify`: each layout on a small model, bf16, against transformers. `8b`: Llama-3-8B at 8,192 in every layout, then
-torchtitan and Megatron-Core, the same tokens a step. `70b`: stages of Llama-3-70B's TP 8 x PP 4 with real collectives,
-each alone under 80 GB; then as many of its layers as fit at TP 8 alone. `overlap`: single layers and right results of the
-copy engines (`bench/overlap.py`). `table`: the page.
+`verify`: each layout on a small model, bf16, against transformers. `70b`: stages of Llama-3-70B's TP 8 x PP 4 with real
+collectives, each alone under 80 GB; then as many of its layers as fit at TP 8 alone. `8b`: Llama-3-8B at 8,192 in every
+layout, then torchtitan and Megatron-Core, the same tokens a step. `overlap`: single layers, and whether the copy
+engines' results are right (`bench/overlap.py`). The page follows every call.
 
-Expected minutes on eight, from what two GPUs took: probe 2.5 (115 s on two, and layers and host over 4 and 8 ranks);
-verify 1 (12 s to start, 6 layouts); stages 2.5 (7 of 12 to 25 s); the deepest model 0.7; ours of 8B 2.5 (7 cases of
-20 s); torchtitan and Megatron-Core 4 (5 cases of 50 s); overlap 1.
+Minutes expected on eight GPUs, from what two took: probe 2.7 (115 s on two; layers and host of two more groups), verify
+1.2 (start, reference, 6 layouts), stages 2.5 (7 of 15 to 25 s), the deepest model 0.8; ours of 8B 2.7 (start, 6 cases
+of 20 to 25 s), torchtitan and Megatron-Core 4.5 (5 cases of 50 s), overlap 1.
 
 A row is one JSON file in `--out`; what is there is not run again. Every rank has a limit of its own (`--limit-s`), and
-none outlives this command. A case that the rules refuse, that does not fit, fails or hangs, and a peer that is not installed
-are rows that say so.
+none outlives this command. A case that the rules refuse, that does not fit, fails or hangs, and a peer that is not
+installed, are rows that say so. Nothing is timed of which nothing was told: `tell` comes before.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Bench:
     out: Path
     limit_s: float
     end: float
+    named: tuple[str, ...] = ("",)
+    """Cases whose name holds one of these."""
 
     @property
     def rows(self) -> Path:
@@ -82,10 +84,11 @@ class Bench:
         """The cases of a part, those that are refused among them."""
         made = {
             "verify": lambda: verify_cases(self.gpus),
-            "8b": lambda: own_cases(self.gpus, tiny=self.tiny) + peer_cases(self.gpus, tiny=self.tiny),
             "70b": lambda: stage_cases(self.gpus, tiny=self.tiny) + whole_cases(self.gpus, tiny=self.tiny),
+            "8b": lambda: own_cases(self.gpus, tiny=self.tiny) + peer_cases(self.gpus, tiny=self.tiny),
         }
-        return made[part]() if part in made else []
+        cases = made[part]() if part in made else []
+        return [case for case in cases if any(word in case.name for word in self.named)]
 
     def priced(self) -> list[Case]:
         """Our cases that run and are told of before."""
@@ -128,7 +131,8 @@ def verify(bench: Bench) -> None:
     if not (folder / "out" / "verify" / "bfloat16.json").exists():
         folder.mkdir(exist_ok=True)
         script = ROOT / "bench" / "peers" / "verify_run.py"
-        call([str(script), str(folder)], REFERENCE_S, bench.out / "reference.log")
+        if not call([str(script), str(folder)], REFERENCE_S, bench.out / "reference.log"):
+            return
     os.environ["BENCH_VERIFY"] = str(folder.resolve())
     measure(bench, "verify")
 
@@ -150,9 +154,9 @@ def overlap(bench: Bench) -> None:
     call(words, seconds, bench.out / "overlap.log")
 
 
-def table(bench: Bench) -> None:
-    """Write and print the page of everything that is there."""
-    cases = [case for part in ("verify", "8b", "70b") for case in bench.cases(part)]
+def table(bench: Bench) -> bool:
+    """Write and print the page of everything that is there; returns whether no layout was found wrong."""
+    cases = [case for part in PARTS for case in bench.cases(part)]
     rows, left = [], []
     for case in cases:
         path = row_path(bench, case)
@@ -176,6 +180,7 @@ def table(bench: Bench) -> None:
     (bench.out / "eight.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (bench.out / "rows.json").write_text(json.dumps(rows, indent=1))
     print("\n".join(lines))
+    return not any(row.get("pass") is False for row in rows)
 
 
 def head_of(bench: Bench, rows: list[Any]) -> str:
@@ -204,22 +209,29 @@ def refused(case: Case) -> str:
     return refusal_of(case) if case.system in OURS else ""
 
 
-def call(words: list[str], limit_s: float, log: Path) -> None:
-    """Run a Python command that may take so long; what it says goes to a file, and how it ended is told."""
-    begin = time.monotonic()
+def call(words: list[str], limit_s: float, log: Path) -> bool:
+    """Run a Python command that may take so long, and return whether it succeeded.
+
+    What it says goes to a file, and how it ended is told. It has no child that outlives it but in its own session.
+    """
+    begin, code = time.monotonic(), -1
+    folders = [str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     with log.open("w") as file:
         child = subprocess.Popen(
-            [sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )
         try:
-            outcome = f"exit code {child.wait(limit_s)}"
+            code = child.wait(limit_s)
+            outcome = f"exit code {code}, {log}" if code else "done"
         except subprocess.TimeoutExpired:
-            outcome = f"ended after its {limit_s:.0f} s"
+            outcome = f"ended after its {limit_s:.0f} s, {log}"
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
     print(f"{log.stem}: {outcome}, {time.monotonic() - begin:.1f} s", flush=True)
+    return code == 0
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {
@@ -227,8 +239,8 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "probe": probe,
     "tell": tell,
     "verify": verify,
-    "8b": lambda bench: measure(bench, "8b"),
     "70b": lambda bench: measure(bench, "70b"),
+    "8b": lambda bench: measure(bench, "8b"),
     "overlap": overlap,
 }
 
@@ -241,6 +253,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="results; what is there is not rerun")
     parser.add_argument("--limit-s", type=float, default=120.0, help="of one case, after which its ranks end")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="no case goes on beyond this")
+    parser.add_argument("--cases", default="", help="those whose name holds one of these, between commas")
     parser.add_argument("--list", action="store_true", help="name the cases and run none")
     options = parser.parse_args()
     wanted = options.only.split(",")
@@ -248,7 +261,9 @@ def main() -> int:
         parser.error(f"--only {', '.join(sorted(unknown))}: no such part; there are {', '.join(PARTS)}, table")
     tiny, gpus = options.shape == "tiny", options.gpus
     out = options.out or Path(f"runs/{'tiny-' if tiny else ''}x{gpus}")
-    bench = Bench(gpus, tiny, out, options.limit_s, time.monotonic() + options.budget_s)
+    bench = Bench(
+        gpus, tiny, out, options.limit_s, time.monotonic() + options.budget_s, tuple(options.cases.split(","))
+    )
     if options.list:
         print("\n".join(case.name for part in PARTS for case in bench.cases(part) if part in wanted))
         return 0
@@ -265,8 +280,7 @@ def main() -> int:
         if name in wanted:
             print(f"--- {name}", flush=True)
             part(bench)
-    table(bench)
-    return 0
+    return 0 if table(bench) else 1
 
 
 if __name__ == "__main__":

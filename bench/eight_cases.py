@@ -52,13 +52,11 @@ def own_cases(gpus: int, *, tiny: bool) -> list[Case]:
 def peer_cases(gpus: int, *, tiny: bool) -> list[Case]:
     """The peers on all GPUs, at the settings that are expected to be their fastest: the same tokens a step."""
     shape, many = ("tiny-deep" if tiny else "8b-8k"), min(4, gpus // 2)
-    return [
-        Case("torchtitan", shape, dp=gpus),
-        Case("torchtitan", shape, tp=gpus, micro_batch=many),
-        Case("megatron-core", shape, tp=gpus, micro_batch=many),
-        *([] if tiny else [Case("torchtitan", shape, dp=gpus, micro_batch=2, options={"recompute": "op"})]),
-        *([] if many == 1 else [Case("megatron-core", shape, tp=gpus)]),
-    ]
+    cases = [Case("torchtitan", shape, dp=gpus), Case("torchtitan", shape, tp=gpus, micro_batch=many)]
+    if not tiny:
+        cases.append(Case("torchtitan", shape, dp=gpus, micro_batch=2, options={"recompute": "op"}))
+    cases.append(Case("megatron-core", shape, tp=gpus, micro_batch=many))
+    return cases if tiny or many == 1 else [*cases, Case("megatron-core", shape, tp=gpus)]
 
 
 def verify_cases(gpus: int) -> list[Case]:
@@ -111,7 +109,5 @@ def deepest_whole(gpus: int) -> Case | None:
 
 def used_bytes(case: Case) -> int:
     """What the fullest rank of a case takes of its card, by the planner's closed form."""
-    stages = predict_memory(
-        case.spec, layout_of(case), seq_len=case.seq_len, num_micro_batches=case.num_micro_batches
-    )
+    stages = predict_memory(case.spec, layout_of(case), seq_len=case.seq_len, num_micro_batches=case.num_micro_batches)
     return max(stage.used_bytes for stage in stages)

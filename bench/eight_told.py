@@ -47,7 +47,7 @@ def write(path: Path, cases: dict[str, Any], **about: Any) -> None:
 
 
 def tell_memory(cases: list[Case]) -> dict[str, Any]:
-    """What `check` says of every case, one rank of each pipeline stage that runs; in processes, for it takes a while."""
+    """What `check` says of every case, one rank of each stage that runs; in processes, for it takes a while."""
     jobs = [(case, rank) for case in cases for rank in ranks_of(case)]
     found: dict[str, Any] = {case.name: [] for case in cases}
     spawn = multiprocessing.get_context("spawn")

@@ -117,9 +117,7 @@ def run_for(model: Path, documents: Path, folder: Path, layout: LayoutConfig, dt
     return Run(
         model=ModelConfig(path=str(model), dtype="float32" if dtype == "float32" else "bfloat16"),
         layout=replace(layout, micro_batch=1),
-        data=DataConfig(
-            train=(str(documents),), validation=0.0, seq_len=seq_len, loss_on="all", format="tokens"
-        ),
+        data=DataConfig(train=(str(documents),), validation=0.0, seq_len=seq_len, loss_on="all", format="tokens"),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         train=TrainConfig(global_batch=8, steps=8),
         output_dir=str(folder / "out"),

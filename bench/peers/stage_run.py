@@ -122,16 +122,17 @@ class Steps:
         """One step; kept under the name of a way, if there is one."""
         stopwatch.wait()
         self.clock.start()
-        self.loss, self.grad_norm = train_step(self.engine, self.work, 1e-6, 1.0)
+        loss, grad_norm = train_step(self.engine, self.work, 1e-6, 1.0)
         whole, spans = self.clock.stop()
-        if not isfinite(self.grad_norm):
-            raise RuntimeError(f"its gradients' norm is {self.grad_norm}: a GPU is faster on what is no number")
+        if not isfinite(grad_norm):
+            raise RuntimeError(f"its gradients' norm is {grad_norm}: a GPU is faster on what is no number")
         if not way:
             return
         self.whole_s[way].append(whole)
         for span in spans:
             self.actions[way][f"{span.action.kind.value}{span.action.stage}"].append(span.duration_s)
         if way == TRAINED:
+            self.loss, self.grad_norm = loss, grad_norm
             self.rest_s.append(whole - (spans[-1].end_s - spans[0].start_s))
 
 

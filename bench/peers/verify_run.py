@@ -1,8 +1,9 @@
 """A rank of triweave that proves a layout: a small model against transformers, in bf16, then a few steps of training.
 
-    python bench/peers/verify_run.py FOLDER        # the model, its documents and transformers' answer, before any rank
+    python bench/peers/verify_run.py FOLDER      # before the ranks: the model, its documents and transformers' answer
 
-`BENCH_VERIFY` names that folder to the ranks. Outputs of every module, the loss and every gradient are compared, as `verify` does.
+`BENCH_VERIFY` names that folder to the ranks. Outputs of every module, the loss and every gradient are compared, as
+`verify` does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from triweave.training.processes import process_group
 
 FOLDER = "BENCH_VERIFY"
 LARGE = Size(1024, 2816, 16, 16, 8, seq_len=1024, documents=1000, longest=900)
-SMALL = Size(64, 128, 16, 8, 8, seq_len=64, documents=100, longest=100)
+SMALL = Size(64, 128, 16, 8, 8, seq_len=64, documents=300, longest=60)
 """Enough heads for eight tensor-parallel ranks, and enough layers for two virtual stages on each of eight."""
 
 
