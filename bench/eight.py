@@ -19,9 +19,10 @@ Minutes expected on eight GPUs, from what two took: probe 2.7 (115 s on two; lay
 1.2 (start, reference, 6 layouts), stages 2.5 (7 of 15 to 25 s), the deepest model 0.8; ours of 8B 2.7 (start, 6 cases
 of 20 to 25 s), torchtitan and Megatron-Core 4.5 (5 cases of 50 s), overlap 1.
 
-A row is one JSON file in `--out`; what is there is not run again. Every rank has a limit of its own (`--limit-s`), and
-none outlives this command. A case that the rules refuse, that does not fit, fails or hangs, and a peer that is not
-installed, are rows that say so. Nothing is timed of which nothing was told: `tell` comes before.
+A row is one JSON file in `--out`; what has an answer there is not run again, and what failed or hung is tried by the
+next call. Every rank has a limit of its own (`--limit-s`), and none outlives this command. A case that the rules
+refuse, that does not fit, fails or hangs, and a peer that is not installed, are rows that say so. Nothing is timed of
+which nothing was told: `tell` comes before.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from workload import Case
 PROBE_MINUTES, OVERLAP_S, REFERENCE_S = 4.0, 150.0, 180.0
 """The most that these take."""
 OURS = ("triweave", "stage", "verify")
+ANSWERS = ("ok", "out of memory", "not installed")
+"""Outcomes that another try would not change."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,8 @@ def verify(bench: Bench) -> None:
 
 
 def measure(bench: Bench, part: str) -> None:
-    """Run the cases of a part that have no row yet."""
-    waiting = [case for case in bench.cases(part) if not row_path(bench, case).exists() and not refused(case)]
+    """Run the cases of a part that have no answer yet."""
+    waiting = [case for case in bench.cases(part) if not answered(row_path(bench, case)) and not refused(case)]
     bench.rows.mkdir(exist_ok=True)
     run(waiting, bench.rows, bench.limit_s, bench.end, {"told_by": bench.told_by()})
 
@@ -204,6 +207,11 @@ def row_path(bench: Bench, case: Case) -> Path:
     return bench.rows / f"{case.name}.json"
 
 
+def answered(path: Path) -> bool:
+    """Whether there is a row, and it is no accident's."""
+    return path.exists() and json.loads(path.read_text())["outcome"] in ANSWERS
+
+
 def refused(case: Case) -> str:
     """Why a case of ours is not run by the rules of this version."""
     return refusal_of(case) if case.system in OURS else ""
@@ -251,7 +259,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, between commas; the table always follows")
     parser.add_argument("--shape", default="full", choices=("full", "tiny"), help="tiny: CPU processes, a rehearsal")
     parser.add_argument("--out", type=Path, help="results; what is there is not rerun")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="of one case, after which its ranks end")
+    parser.add_argument("--limit-s", type=float, default=150.0, help="of one case, after which its ranks end")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="no case goes on beyond this")
     parser.add_argument("--cases", default="", help="those whose name holds one of these, between commas")
     parser.add_argument("--list", action="store_true", help="name the cases and run none")

@@ -42,7 +42,7 @@ def all_cases(bench: SimpleNamespace, gpus: int, tiny: bool) -> list[Any]:
 @pytest.mark.parametrize("tiny", [False, True], ids=["full", "tiny"])
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_cases_take_the_gpus_and_fill_their_steps(bench: SimpleNamespace, gpus: int, tiny: bool) -> None:
-    """Every case has a process a GPU, whole micro-batches and a name of its own; the rules refuse at most what has cp."""
+    """Every case has a process a GPU, whole micro-batches and its own name; rules refuse at most what has cp."""
     cases = all_cases(bench, gpus, tiny)
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:

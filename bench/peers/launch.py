@@ -142,6 +142,8 @@ def _failure(case: Case, folder: Path, codes: list[int]) -> dict[str, Any]:
 def _outcome(codes: list[int], log: str) -> str:
     if "OutOfMemoryError" in log:
         return "out of memory"
+    if "ModuleNotFoundError" in log or "PackageNotFoundError" in log:
+        return "not installed"
     if -signal.SIGALRM in codes or all(code == -signal.SIGKILL for code in codes):
         return "timed out"
     return "failed"

@@ -28,7 +28,9 @@ def measure(case: Case) -> dict[str, Any]:
     engine = build_engine(resolved, device, lambda units: fill_on_device(units, case.spec))
     # The same tokens on all ranks: those of a tensor-parallel group look up each other's words.
     torch.manual_seed(0)
-    work = make_batch(resolved, device)
+    # Of each sequence a context-parallel rank has its own slices.
+    slices = {"cp_rank": engine.groups.at.cp} if case.cp > 1 else {}
+    work = make_batch(resolved, device, **slices)
     seconds = stopwatch.time_steps(lambda: train_step(engine, work, 1e-5, 1.0))
     products = "bf16 compute, products of the layers in fp8" if resolved.run.model.fp8 else "bf16 compute"
     carried = [f"slices: {engine.tp.transport.name}"] if case.tp > 1 or case.dp == 1 else []
