@@ -193,7 +193,10 @@ def head_of(bench: Bench, rows: list[Any]) -> str:
         f"{name} `{hash_}` of {json.loads(path.read_text())['written_at']}" if hash_ else f"{name}: nothing was told"
         for (name, hash_), path in zip(bench.told_by().items(), (bench.memory, bench.times), strict=True)
     ]
-    where = f"{datetime.now(UTC).date().isoformat()}. {bench.gpus} x {ran['device']}, torch {ran['torch']}."
+    rehearsal = (
+        " A rehearsal on processes of a CPU: every part runs, and no figure means anything." if bench.tiny else ""
+    )
+    where = f"{datetime.now(UTC).date().isoformat()}. {bench.gpus} x {ran['device']}, torch {ran['torch']}.{rehearsal}"
     return f"{where} Command: `python bench/eight.py --gpus {bench.gpus}`. Predictions: {'; '.join(told)}."
 
 

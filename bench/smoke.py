@@ -112,14 +112,16 @@ def write_inputs(folder: Path, size: Size) -> tuple[Path, Path]:
     return model, documents
 
 
-def run_for(model: Path, documents: Path, folder: Path, layout: LayoutConfig, dtype: str, *, seq_len: int) -> Run:
+def run_for(
+    model: Path, documents: Path, folder: Path, layout: LayoutConfig, dtype: str, *, seq_len: int, steps: int = 8
+) -> Run:
     """The run of one layout."""
     return Run(
         model=ModelConfig(path=str(model), dtype="float32" if dtype == "float32" else "bfloat16"),
         layout=replace(layout, micro_batch=1),
         data=DataConfig(train=(str(documents),), validation=0.0, seq_len=seq_len, loss_on="all", format="tokens"),
         optimizer=OptimizerConfig(learning_rate=1e-3),
-        train=TrainConfig(global_batch=8, steps=8),
+        train=TrainConfig(global_batch=8, steps=steps),
         output_dir=str(folder / "out"),
         resume="never",
     )

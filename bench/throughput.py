@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench" / "peers")]
 
 from launch import run_session  # noqa: E402
-from settings import SETS, cases_of, sessions  # noqa: E402
-from workload import Case, model_flops_utilization, shapes  # noqa: E402
+from settings import SETS, SHAPES, cases_of, sessions  # noqa: E402
+from workload import Case, model_flops_utilization  # noqa: E402
 
 OURS = "triweave"
 HEAD = (
@@ -130,7 +130,7 @@ def run(waiting: list[Case], out: Path, limit_s: float, end: float, marks: Mappi
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", default="best", choices=SETS, help="which list of cases")
-    parser.add_argument("--shape", action="append", choices=list(shapes()), help="may be given more than once")
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="may be given more than once")
     parser.add_argument("--only", default="", help="cases whose name holds one of these, between commas")
     parser.add_argument("--out", type=Path, default=Path("runs/throughput"), help="results; what is there is not rerun")
     parser.add_argument("--limit-s", type=int, default=150, help="of one case, after which its ranks end")

@@ -236,15 +236,16 @@ def test_a_stage_has_its_own_peers_and_no_others(bench: SimpleNamespace, tmp_pat
     assert row["micro_batches"] == 8
 
 
+@pytest.mark.timeout(600)
 def test_rehearsal_from_end_to_end(tmp_path: Path) -> None:
     """On four processes: told first, then a layout proved and timed, a stage, a peer that is not there, and a page."""
-    words = ["--gpus", "4", "--shape", "tiny", "--out", str(tmp_path), "--limit-s", "200", "--budget-s", "250"]
+    words = ["--gpus", "4", "--shape", "tiny", "--out", str(tmp_path), "--limit-s", "400", "--budget-s", "500"]
     chosen = "tp4_mb1_keep,tp4_mb2,stage-2"
     parts = "tell,verify,70b,8b"
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(SCRIPT), *words, "--cases", chosen, *more]
-        return subprocess.run(command, env=dict(os.environ), cwd=ROOT, capture_output=True, text=True, timeout=280)
+        return subprocess.run(command, env=dict(os.environ), cwd=ROOT, capture_output=True, text=True, timeout=560)
 
     early = run("--only", "70b")
     assert early.returncode == 2

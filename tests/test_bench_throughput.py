@@ -93,7 +93,7 @@ def measuring(body: str) -> str:
 
 def test_cases_are_told_apart_and_fill_their_step(bench: ModuleType, workload: ModuleType) -> None:
     """No two cases share a name, and the micro-batches of all ranks are the step's sequences, neither more nor less."""
-    cases = bench.cases_of("all", list(workload.shapes()))
+    cases = bench.cases_of("all", list(bench.SHAPES))
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         assert case.num_micro_batches * case.micro_batch * case.dp == case.sequences, case.name

@@ -8,6 +8,8 @@ from dataclasses import replace
 from workload import SYSTEMS, Case, shapes
 
 SETS = ("best", "sweep", "all", "fp8")
+SHAPES = ("8b-8k", "8b-4k", "70b-4k", "tiny")
+"""Shapes that the sets are made for; the others are those of `bench/eight.py`."""
 
 
 def cases_of(wanted: str, shape_names: list[str]) -> list[Case]:

@@ -28,14 +28,15 @@ from triweave.training.processes import process_group
 
 FOLDER = "BENCH_VERIFY"
 LARGE = Size(1024, 2816, 16, 16, 8, seq_len=1024, documents=1000, longest=900)
-SMALL = Size(64, 128, 16, 8, 8, seq_len=64, documents=300, longest=60)
+SMALL = Size(64, 128, 16, 8, 8, seq_len=32, documents=300, longest=30)
 """Enough heads for eight tensor-parallel ranks, and enough layers for two virtual stages on each of eight."""
 
 
 def run_of(folder: Path, layout: LayoutConfig) -> Run:
     """The run of a layout on what lies in `folder`."""
-    size = LARGE if torch.cuda.is_available() else SMALL
-    return run_for(folder / "model", folder / "documents.jsonl", folder, layout, "bfloat16", seq_len=size.seq_len)
+    size, steps = (LARGE, 4) if torch.cuda.is_available() else (SMALL, 1)
+    inputs = folder / "model", folder / "documents.jsonl"
+    return run_for(*inputs, folder, layout, "bfloat16", seq_len=size.seq_len, steps=steps)
 
 
 def write_reference(folder: Path) -> None:
