@@ -84,18 +84,21 @@ class Bench:
         return self.out / "times.json"
 
     def cases(self, part: str) -> list[Case]:
-        """The cases of a part, those that are refused among them."""
+        """The cases of a part that are asked for, those that are refused among them."""
+        return [case for case in self.all_cases(part) if any(word in case.name for word in self.named)]
+
+    def all_cases(self, part: str) -> list[Case]:
+        """The cases of a part."""
         made = {
             "verify": lambda: verify_cases(self.gpus),
             "70b": lambda: stage_cases(self.gpus, tiny=self.tiny) + whole_cases(self.gpus, tiny=self.tiny),
             "8b": lambda: own_cases(self.gpus, tiny=self.tiny) + peer_cases(self.gpus, tiny=self.tiny),
         }
-        cases = made[part]() if part in made else []
-        return [case for case in cases if any(word in case.name for word in self.named)]
+        return made[part]() if part in made else []
 
     def priced(self) -> list[Case]:
         """Our cases that run and are told of before."""
-        cases = self.cases("8b") + self.cases("70b")
+        cases = self.all_cases("8b") + self.all_cases("70b")
         return [case for case in cases if case.system in OURS and not refusal_of(case)]
 
     def told_by(self) -> dict[str, str]:
@@ -123,8 +126,10 @@ def probe(bench: Bench) -> None:
 
 
 def tell(bench: Bench) -> None:
-    """Write the planner's seconds, once."""
-    if not bench.times.exists():
+    """Write the planner's seconds, unless a row was run after those that are there."""
+    hash_ = bench.told_by()["times"]
+    rows = [json.loads(path.read_text()) for path in bench.rows.glob("*.json")]
+    if not hash_ or all(row["told_by"]["times"] != hash_ for row in rows):
         write(bench.times, tell_times(bench.priced(), bench.profile), gpus=bench.gpus, shipped=SHIPPED)
 
 
@@ -283,14 +288,20 @@ def main() -> int:
         parser.error(f"--gpus {gpus}: this host has {torch.cuda.device_count()}; --shape tiny rehearses without")
     if {"8b", "70b"} & set(wanted) and not bench.times.exists() and "tell" not in wanted:
         parser.error(f"no predictions in {bench.times}: nothing is run that was not predicted; --only tell writes them")
+    if tiny:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # What starts without these would take multicast, which needs the fabric manager to grant it.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     bench.out.mkdir(parents=True, exist_ok=True)
-    for name, part in PARTS.items():
-        if name in wanted:
-            print(f"--- {name}", flush=True)
-            part(bench)
+    try:
+        for name, part in PARTS.items():
+            if name in wanted:
+                print(f"--- {name}", flush=True)
+                part(bench)
+    except KeyboardInterrupt:
+        table(bench)
+        return 130
     return 0 if table(bench) else 1
 
 

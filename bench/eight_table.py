@@ -238,6 +238,7 @@ def page(found: Found, head: str) -> list[str]:
         f"## 70B's layers at TP {found.gpus} alone, as many as fit, all recomputed",
         table(deep),
         "## Told before, and measured",
+        "Seconds of a step; of a stage, of one micro-batch forward and backward.",
         "\n".join(told(found)),
         "## Equal to transformers",
         "\n".join(verdicts(found)),
