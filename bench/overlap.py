@@ -74,7 +74,7 @@ class Shape:
 
 def shapes(small: bool) -> list[Shape]:
     if small:
-        return [Shape("tiny", ModelSpec(1024, 128, 256, 2, 4, 2, 32, max_position_embeddings=8192), 128)]
+        return [Shape("tiny", ModelSpec(1024, 128, 256, 2, 8, 8, 16, max_position_embeddings=8192), 128)]
     eight, seventy = (find_model(f"meta-llama/Llama-3.1-{size}") for size in ("8B", "70B"))
     return [Shape("8B", eight, 8192), Shape("8B", eight, 4096), Shape("70B", seventy, 4096)]
 

@@ -22,7 +22,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,21 +71,37 @@ LAYOUTS_OF_FOUR = {
 }
 
 
-def write_inputs(folder: Path, *, small: bool) -> tuple[Path, Path]:
+class Size(NamedTuple):
+    """A random Llama, and documents for it."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    seq_len: int
+    documents: int
+    longest: int
+    """Tokens of a document, at most."""
+
+
+LARGE = Size(2048, 5632, 8, 16, 8, seq_len=2048, documents=2000, longest=900)
+SMALL = Size(128, 256, 4, 4, 2, seq_len=128, documents=400, longest=120)
+
+
+def write_inputs(folder: Path, size: Size) -> tuple[Path, Path]:
     """A random Llama and token documents of unequal length in which each token follows from the last one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = folder / "model"
     torch.manual_seed(0)
-    size = (128, 256, 4, 4, 2) if small else (2048, 5632, 8, 16, 8)
-    hidden, ffn, layers, heads, kv_heads = size
     config = LlamaConfig(
         vocab_size=1001,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
         max_position_embeddings=4096,
         initializer_range=0.02,
         tie_word_embeddings=False,
@@ -94,25 +110,25 @@ def write_inputs(folder: Path, *, small: bool) -> tuple[Path, Path]:
     draw = random.Random(0)  # noqa: S311 - data, no secret
     documents = folder / "documents.jsonl"
     with documents.open("w") as file:
-        for _ in range(400 if small else 2000):
+        for _ in range(size.documents):
             token, ids = draw.randrange(1000), []
-            for _ in range(draw.randrange(20, 120 if small else 900)):
+            for _ in range(draw.randrange(20, size.longest)):
                 ids.append(token)
                 token = (token * 7 + draw.randrange(3)) % 1000
             file.write(json.dumps({"input_ids": ids}) + "\n")
     return model, documents
 
 
-def run_for(model: Path, documents: Path, folder: Path, layout: LayoutConfig, dtype: str, *, small: bool) -> Run:
+def run_for(
+    model: Path, documents: Path, folder: Path, layout: LayoutConfig, dtype: str, *, seq_len: int, steps: int = 8
+) -> Run:
     """The run of one layout."""
     return Run(
         model=ModelConfig(path=str(model), dtype="float32" if dtype == "float32" else "bfloat16"),
         layout=replace(layout, micro_batch=1),
-        data=DataConfig(
-            train=(str(documents),), validation=0.0, seq_len=128 if small else 2048, loss_on="all", format="tokens"
-        ),
+        data=DataConfig(train=(str(documents),), validation=0.0, seq_len=seq_len, loss_on="all", format="tokens"),
         optimizer=OptimizerConfig(learning_rate=1e-3),
-        train=TrainConfig(global_batch=8, steps=8),
+        train=TrainConfig(global_batch=8, steps=steps),
         output_dir=str(folder / "out"),
         resume="never",
     )
@@ -192,19 +208,19 @@ def main() -> int:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    small = not torch.cuda.is_available()
+    size = LARGE if torch.cuda.is_available() else SMALL
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model, documents = write_inputs(folder, small=small)
+        model, documents = write_inputs(folder, size)
         by_ranks: dict[int, list[tuple[str, str, ResolvedRun]]] = {}
         for num_ranks, layouts in ((2, LAYOUTS), (4, LAYOUTS_OF_FOUR)):
-            if not small and torch.cuda.device_count() < num_ranks:
+            if torch.cuda.is_available() and torch.cuda.device_count() < num_ranks:
                 print(f"skipped, for want of {num_ranks} GPUs: {', '.join(layouts)}", flush=True)
                 continue
             for layout_name, layout in layouts.items():
                 if not options.only or layout_name in options.only.split(","):
                     for dtype in ("float32", "bfloat16"):
-                        run = run_for(model, documents, folder, layout, dtype, small=small)
+                        run = run_for(model, documents, folder, layout, dtype, seq_len=size.seq_len)
                         job = (layout_name, dtype, validate(run, world_size=num_ranks))
                         by_ranks.setdefault(num_ranks, []).append(job)
         if not by_ranks:
@@ -221,7 +237,7 @@ def main() -> int:
             if code:
                 return code
             rows += json.loads(options.out.read_text())
-        exact = run_for(model, documents, folder, LAYOUTS["tp2"], "bfloat16", small=small)
+        exact = run_for(model, documents, folder, LAYOUTS["tp2"], "bfloat16", seq_len=size.seq_len)
         exact = replace(exact, runtime=RuntimeConfig(deterministic=True))
         cli = {} if options.only else command_line(exact, folder)
     options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows, "command_line": cli}, indent=1))

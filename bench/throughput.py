@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench" / "peers")]
 
 from launch import run_session  # noqa: E402
-from settings import SETS, cases_of, sessions  # noqa: E402
-from workload import Case, model_flops_utilization, shapes  # noqa: E402
+from settings import SETS, SHAPES, cases_of, sessions  # noqa: E402
+from workload import Case, model_flops_utilization  # noqa: E402
 
 OURS = "triweave"
 HEAD = (
@@ -105,8 +105,11 @@ def notes(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(said)
 
 
-def run(waiting: list[Case], out: Path, limit_s: float, end: float) -> None:
-    """Run cases in their order and write each one's row into `out` as it comes, until all are done or time is over."""
+def run(waiting: list[Case], out: Path, limit_s: float, end: float, marks: Mapping[str, Any] | None = None) -> None:
+    """Run cases in their order and write each one's row into `out` as it comes, until all are done or time is over.
+
+    What `marks` holds goes into every row.
+    """
     known = {case.name: case for case in waiting}
     while waiting and time.monotonic() < end:
         together = sessions(waiting)[0]
@@ -120,14 +123,14 @@ def run(waiting: list[Case], out: Path, limit_s: float, end: float) -> None:
                 waiting.insert(0, known[case.name])
                 continue
             succeeded = row["outcome"] == "ok"
-            (out / f"{case.name}.json").write_text(json.dumps(row, indent=1))
+            (out / f"{case.name}.json").write_text(json.dumps(row | dict(marks or {}), indent=1))
             print(f"{case.name}: {row['outcome']}, {row['wall_s']} s", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", default="best", choices=SETS, help="which list of cases")
-    parser.add_argument("--shape", action="append", choices=list(shapes()), help="may be given more than once")
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="may be given more than once")
     parser.add_argument("--only", default="", help="cases whose name holds one of these, between commas")
     parser.add_argument("--out", type=Path, default=Path("runs/throughput"), help="results; what is there is not rerun")
     parser.add_argument("--limit-s", type=int, default=150, help="of one case, after which its ranks end")

@@ -148,9 +148,10 @@ def test_context_parallel_equals_one_process(ranks: Ranks, oracle: Oracle, layou
     [
         Layout(tp=4, micro_batch=2, recompute=("layer",)),
         Layout(tp=4, keep_gathered=True),
+        Layout(tp=8),
         Layout(tp=2, pp=2, dp=2, shard="full", schedule="zero-bubble", recompute=("norm", "swiglu")),
     ],
-    ids=["tp4", "tp4-keep-gathered", "tp2-pp2-dp2-full-zero-bubble"],
+    ids=["tp4", "tp4-keep-gathered", "tp8", "tp2-pp2-dp2-full-zero-bubble"],
 )
 def test_products_in_pieces_equal_one_process(ranks: Ranks, oracle: Oracle, layout: Layout) -> None:
     """A model whose products are done piece by piece, each while others travel, is the same model."""

@@ -36,7 +36,7 @@ def run_session(cases: list[Case], folder: Path, limit_s: float, end: float) -> 
     anew, gives none for the cases it left.
 
     Args:
-        cases: of one system and number of ranks.
+        cases: of one system and number of processes.
         folder: made empty; it keeps logs and results.
         limit_s: of one case.
         end: moment of `time.monotonic` at which all are ended.
@@ -45,7 +45,7 @@ def run_session(cases: list[Case], folder: Path, limit_s: float, end: float) -> 
     for stale in folder.iterdir():
         stale.unlink()
     session.write_cases(cases, folder)
-    world = cases[0].world_size
+    world = cases[0].num_processes
     ranks = _start(cases[0], folder, limit_s)
     waiting, since = list(cases), time.monotonic()
     settled: float | None = None
@@ -82,7 +82,7 @@ def _start(case: Case, folder: Path, limit_s: float) -> list[subprocess.Popen[by
     command = [sys.executable, str(PEERS / "guarded.py"), str(int(limit_s + START_S)), sys.executable, script]
     environment = _environment(case, folder, limit_s)
     ranks: list[subprocess.Popen[bytes]] = []
-    for rank in range(case.world_size):
+    for rank in range(case.num_processes):
         with (folder / f"rank-{rank}.log").open("wb") as log:
             ranks.append(
                 subprocess.Popen(
@@ -103,14 +103,17 @@ def _environment(case: Case, folder: Path, limit_s: float) -> dict[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // case.world_size)),
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // case.num_processes)),
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        # Multicast, which NCCL takes among more than two GPUs, needs the fabric manager to grant it.
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(case.world_size),
-        "LOCAL_WORLD_SIZE": str(case.world_size),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "WORLD_SIZE": str(case.num_processes),
+        "LOCAL_WORLD_SIZE": str(case.num_processes),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH")])),
         session.FOLDER: str(folder),
         session.LIMIT: str(int(limit_s)),
     }
@@ -139,6 +142,8 @@ def _failure(case: Case, folder: Path, codes: list[int]) -> dict[str, Any]:
 def _outcome(codes: list[int], log: str) -> str:
     if "OutOfMemoryError" in log:
         return "out of memory"
+    if "ModuleNotFoundError" in log or "PackageNotFoundError" in log:
+        return "not installed"
     if -signal.SIGALRM in codes or all(code == -signal.SIGKILL for code in codes):
         return "timed out"
     return "failed"

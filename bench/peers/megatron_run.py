@@ -35,7 +35,7 @@ def transformer_config(case: Case) -> Any:
     """Megatron's configuration of the case, with the overlaps and fusions that its local layers have."""
     from megatron.core.transformer import TransformerConfig
 
-    spec, chunks, on_gpu = shapes()[case.shape].spec, _chunks(case), torch.cuda.is_available()
+    spec, chunks, on_gpu = case.spec, _chunks(case), torch.cuda.is_available()
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         tensor_model_parallel_size=case.tp,
@@ -135,18 +135,18 @@ def build(case: Case, device: torch.device) -> list[Any]:
         model = GPTModel(
             config=config,
             transformer_layer_spec=layers,
-            vocab_size=shape.spec.vocab_size,
+            vocab_size=case.spec.vocab_size,
             max_sequence_length=shape.seq_len,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
-            rotary_base=int(shape.spec.rope_theta),
+            rotary_base=int(case.spec.rope_theta),
             vp_stage=stage,
         ).to(device)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.normal_(0.0, shape.spec.initializer_range)
+                parameter.normal_(0.0, case.spec.initializer_range)
         chunk = Float16Module(config, model)
         chunks.append(DistributedDataParallel(config, wrapping, chunk, disable_bucketing=number > 0))
     config.finalize_model_grads_func = finalize_model_grads
@@ -186,7 +186,7 @@ def measure(case: Case) -> dict[str, Any]:
         use_gloo_process_groups=False,
     )
     size = (case.micro_batch, shape.seq_len)
-    tokens = [torch.randint(0, shape.spec.vocab_size, size, device=device) for _ in range(case.num_micro_batches)]
+    tokens = [torch.randint(0, case.spec.vocab_size, size, device=device) for _ in range(case.num_micro_batches)]
     positions = torch.arange(shape.seq_len, device=device).expand(size)
     forward_backward = get_forward_backward_func()
 

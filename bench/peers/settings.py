@@ -8,6 +8,8 @@ from dataclasses import replace
 from workload import SYSTEMS, Case, shapes
 
 SETS = ("best", "sweep", "all", "fp8")
+SHAPES = ("8b-8k", "8b-4k", "70b-4k", "tiny")
+"""Shapes that the sets are made for; the others are those of `bench/eight.py`."""
 
 
 def cases_of(wanted: str, shape_names: list[str]) -> list[Case]:
@@ -86,10 +88,10 @@ def sweep(shape: str) -> list[Case]:
 
 
 def sessions(cases: list[Case]) -> list[list[Case]]:
-    """Neighbours of one system and number of ranks, which run in the same processes one after the other."""
+    """Neighbours of one system and number of processes, which run in the same processes one after the other."""
     runs: list[list[Case]] = []
     for case in cases:
-        if runs and (runs[-1][0].system, runs[-1][0].world_size) == (case.system, case.world_size):
+        if runs and (runs[-1][0].system, runs[-1][0].num_processes) == (case.system, case.num_processes):
             runs[-1].append(case)
         else:
             runs.append([case])

@@ -83,7 +83,7 @@ def train_spec(case: Case, kept: list[Any]) -> Any:
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
 
-    spec = shapes()[case.shape].spec
+    spec = case.spec
     # It derives the width of the MLP as 8/3 of the hidden size, rounded up to a multiple of this.
     if not spec.hidden_size * 8 // 3 <= spec.intermediate_size:
         raise SystemExit("torchtitan cannot be given an MLP narrower than 8/3 of the hidden size")

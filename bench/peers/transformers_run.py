@@ -42,7 +42,7 @@ def hf_config(spec: ModelSpec) -> LlamaConfig:
 
 def build(case: Case, device: torch.device) -> LlamaForCausalLM:
     """The model, sharded over all ranks before it takes any memory, with random weights."""
-    config = hf_config(shapes()[case.shape].spec)
+    config = hf_config(case.spec)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).float()
     mesh = init_device_mesh(device.type, (case.dp,))
@@ -72,7 +72,7 @@ def measure(case: Case) -> dict[str, Any]:
     model = build(case, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     size = (case.micro_batch, shape.seq_len)
-    tokens = [torch.randint(0, shape.spec.vocab_size, size, device=device) for _ in range(case.num_micro_batches)]
+    tokens = [torch.randint(0, case.spec.vocab_size, size, device=device) for _ in range(case.num_micro_batches)]
 
     def step() -> float:
         optimizer.zero_grad()

@@ -24,18 +24,21 @@ SYSTEMS = MappingProxyType(
         "torchtitan": "torchtitan_run.py",
         "megatron-core": "megatron_run.py",
         "transformers": "transformers_run.py",
+        "stage": "stage_run.py",
+        "verify": "verify_run.py",
     }
 )
-"""The script that is one rank of each system."""
+"""The script that is one rank of each system. `stage` and `verify` are triweave too: one pipeline stage whose
+neighbours are not there, and a layout held against transformers on a small model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model, its sequence length, and the sequences of one optimizer step."""
+    """A model, its sequence length, and the sequences of one optimizer step that fall to each GPU."""
 
     spec: ModelSpec
     seq_len: int
-    sequences: int
+    sequences_per_gpu: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +53,42 @@ class Case:
     micro_batch: int = 1
     """Sequences in one forward pass of one data-parallel rank."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """What is set otherwise than the system's runner sets it, by the runner's own names."""
+    """What is set otherwise than the system's runner sets it, by the runner's own names; `layers` and `sequences` say
+    how deep the model is and how many sequences a step has, where that is not the shape's."""
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, one a GPU."""
-        return self.tp * self.pp * self.dp
+        """Number of ranks of the grid."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks that are there, one a GPU: all, or those of one pipeline stage."""
+        return self.tp if self.system == "stage" else self.world_size
 
     @property
     def layout(self) -> str:
         """The axes that are split, as `tp2`."""
-        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        sizes = {"cp": self.cp, "tp": self.tp, "pp": self.pp, "dp": self.dp}
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "single"
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        spec = shapes()[self.shape].spec
+        layers = int(self.option("layers", str(spec.num_hidden_layers)))
+        return replace(spec, num_hidden_layers=layers)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence."""
+        return shapes()[self.shape].seq_len
 
     @property
     def sequences(self) -> int:
         """Sequences of one optimizer step over all ranks."""
-        return shapes()[self.shape].sequences
+        return int(self.option("sequences", str(shapes()[self.shape].sequences_per_gpu * self.world_size)))
 
     @property
     def num_micro_batches(self) -> int:
@@ -76,7 +98,7 @@ class Case:
     @property
     def tokens(self) -> int:
         """Tokens of one optimizer step over all ranks."""
-        return self.sequences * shapes()[self.shape].seq_len
+        return self.sequences * self.seq_len
 
     @property
     def settings(self) -> str:
@@ -97,19 +119,24 @@ class Case:
 
 def model_flops_utilization(case: Case, step_s: float, *, causal: bool) -> float:
     """Share of the GPUs' peak that a step's model FLOPs take: one formula for every system, recomputation uncounted."""
-    shape = shapes()[case.shape]
-    flops = case.tokens * shape.spec.flops_per_token(shape.seq_len, causal=causal)
+    flops = case.tokens * case.spec.flops_per_token(case.seq_len, causal=causal)
     return flops / (step_s * case.world_size * PEAK_FLOPS)
 
 
 def shapes() -> dict[str, Shape]:
     """Every shape by name."""
     eight = replace(find_model("meta-llama/Meta-Llama-3-8B"), max_position_embeddings=8192)
-    layers = replace(find_model("meta-llama/Meta-Llama-3-70B"), num_hidden_layers=8, vocab_size=32000)
+    seventy = replace(find_model("meta-llama/Meta-Llama-3-70B"), max_position_embeddings=8192)
+    layers = replace(seventy, num_hidden_layers=8, vocab_size=32000)
     tiny = ModelSpec(1024, 128, 384, 4, 4, 2, 32, max_position_embeddings=8192)
+    # As many heads and layers as the grids of eight ranks ask for.
+    deep = ModelSpec(1024, 64, 192, 16, 8, 8, 8, max_position_embeddings=8192)
     return {
-        "8b-8k": Shape(eight, 8192, 8),
-        "8b-4k": Shape(eight, 4096, 16),
-        "70b-4k": Shape(layers, 4096, 16),
-        "tiny": Shape(tiny, 128, 8),
+        "8b-8k": Shape(eight, 8192, 4),
+        "8b-4k": Shape(eight, 4096, 8),
+        "70b-4k": Shape(layers, 4096, 8),
+        "tiny": Shape(tiny, 128, 4),
+        "70b-whole-8k": Shape(seventy, 8192, 1),
+        "70b-whole-4k": Shape(seventy, 4096, 1),
+        "tiny-deep": Shape(deep, 64, 1),
     }

@@ -25,13 +25,13 @@ _TOGETHER = 10
 def measure_copies(session: Session) -> tuple[CopyCurve, ...]:
     """Curves over the first 2, 4, ... ranks; none where training would take collectives."""
     curves: list[CopyCurve] = []
-    for ranks, group in sorted(session.groups.items()):
+    for group in session.in_order():
         if not session.on_gpu:
             break
         transport = choose_transport("auto", group, True, session.device, SLICES[-1])
         if isinstance(transport, CopyEngines):
             points = tuple((size, round(pull_seconds(session, group, transport, size), 9)) for size in SLICES)
-            curves.append(CopyCurve("slice", ranks, points))
+            curves.append(CopyCurve("slice", group.size, points))
         curves += _buffers(session, group)
         session.tell("copy engines", 0.5)
     return tuple(curves)

@@ -47,14 +47,14 @@ def tiny(ranks: int) -> ModelSpec:
 
 
 def measure_hosts(session: Session) -> tuple[HostCost, ...]:
-    """Layers of one rank and of the largest tensor-parallel group, and what data-parallel ranks add."""
+    """Layers of one rank and of the first 2, 4, ... as a tensor-parallel group, and what data-parallel ranks add."""
     found = []
-    largest = session.groups[max(session.groups)] if session.groups else None
-    for group in [alone(), *([largest] if largest is not None else [])]:
+    groups = session.in_order()
+    for group in [alone(), *groups]:
         for recompute in RECOMPUTE:
             found.append(_layers(session, group, recompute))
-            session.tell("host", len(found) / 16)
-    if largest is not None and largest.size == session.group.size:
+            session.tell("host", len(found) / (len(RECOMPUTE) * (1 + len(groups)) + len(SHARDS)))
+    if groups and groups[-1].size == session.group.size:
         found += [_replicas(session, shard) for shard in SHARDS]
     return tuple(found)
 

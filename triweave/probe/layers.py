@@ -25,10 +25,9 @@ SECONDS = 1.5
 
 
 def measure_layers(session: Session) -> tuple[LayerPoint, ...]:
-    """On one rank alone, then over the ranks of the largest group, as training would cut them."""
+    """On one rank alone, then over the first 2, 4, ... ranks, as training would cut them; the others wait meanwhile."""
     points = []
-    groups = [alone(), *([session.groups[max(session.groups)]] if session.groups else [])]
-    for group in groups:
+    for group in [alone(), *session.in_order()]:
         for shape in layer_shapes(session.small, group.size):
             points.append(_measure(session, group, shape))
             session.tell(f"layers, tp {group.size}", 0.0)

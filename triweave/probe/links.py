@@ -26,10 +26,10 @@ def sizes(small: bool) -> tuple[int, ...]:
 def measure_collectives(session: Session) -> tuple[CollectiveCurve, ...]:
     """All-gather, reduce-scatter and all-reduce over the first 2, 4, ... ranks."""
     curves = []
-    for ranks, group in sorted(session.groups.items()):
+    for group in session.in_order():
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             points = tuple(_collective(session, kind, group, size) for size in sizes(session.small))
-            curves.append(CollectiveCurve(kind, ranks, "node", points))
+            curves.append(CollectiveCurve(kind, group.size, "node", points))
             session.tell("collectives", 0.0)
     return tuple(curves)
 

@@ -47,6 +47,10 @@ class Session:
         """Of weights and activations."""
         return torch.bfloat16
 
+    def in_order(self) -> list[Group]:
+        """The groups that hold this rank, the smallest first: all ranks come to the same one at the same time."""
+        return [group for _, group in sorted(self.groups.items())]
+
     def wait(self) -> None:
         """Until this rank's device has done everything."""
         if self.on_gpu:

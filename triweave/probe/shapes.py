@@ -48,7 +48,7 @@ class LayerShape(NamedTuple):
 def models(small: bool) -> tuple[ModelSpec, ...]:
     """The family, the most useful first; small ones for a rehearsal on a CPU."""
     if small:
-        return (ModelSpec(512, 64, 128, 2, 4, 2, 16),)
+        return (ModelSpec(512, 64, 128, 2, 8, 8, 8),)
     names = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b")
     return tuple(find_model(name) for name in names)
 
