@@ -122,7 +122,7 @@ def test_earlier_failure_is_told_though_heard_later(capfd: pytest.CaptureFixture
     late = threading.Timer(0.1, pipes[1][1].send, [Ending(1, "the cause", time_s=1.0)])
     late.start()
     unused = multiprocessing.Process()
-    assert _wait_for({told: unused for told, _ in pipes}) == 1
+    assert _wait_for({told: unused for told, _ in pipes}) == (1, "the cause")
     assert capfd.readouterr().err == "error: the cause\n"
     for end in itertools.chain(*pipes):
         end.close()

@@ -21,6 +21,7 @@ from triweave.config.load import load_run
 from triweave.config.validate import ResolvedRun, validate
 from triweave.data.cache import PreparedData, prepare
 from triweave.recovery.stop import STOP_SIGNALS
+from triweave.training.endings import heard
 from triweave.training.loop import train
 from triweave.training.process import Process
 from triweave.training.processes import run_ranks
@@ -121,7 +122,8 @@ def start(resolved: ResolvedRun, prepared: PreparedData, plant: Plant = no_fault
     check_resume(resolved, prepared)
     with contextlib.redirect_stderr(said):
         rank = functools.partial(rank_with_fault, plant, resolved, prepared)
-        code = run_ranks(resolved.layout.world_size, rank, stoppable=True)
+        told = functools.partial(heard, resolved)
+        code = run_ranks(resolved.layout.world_size, rank, stoppable=True, heard=told)
     when = folder / WHEN_FILE
     return Outcome(code, said.getvalue(), time.time() - (float(when.read_text()) if when.exists() else begun))
 

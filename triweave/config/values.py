@@ -46,7 +46,10 @@ _RANGES = (
         "1",
     ),
     _Range(
-        ("optimizer.warmup_steps", "validation.every_steps", "checkpoint.every_steps", "runtime.hang_timeout_s"),
+        (
+            *("optimizer.warmup_steps", "validation.every_steps", "checkpoint.every_steps"),
+            *("runtime.hang_timeout_s", "runtime.max_starts_without_step"),
+        ),
         lambda number: number >= 0,
         "must be at least 0",
         "0",

@@ -2,6 +2,11 @@
 
 A collective cannot tell. gloo adds int32 to float32 without a word, aborts the process where sizes differ, and waits
 for its timeout where operations do.
+
+Two ways to exchange JSON, this one and `checkpoint.agreement`, since neither can do the other's work. Here there may
+be no process group yet, a rank may never come, and the message must name it: the store tells which keys are missing.
+But rank 0 reads every rank's key from one server and the keys stay there for the run: right once at the start, wrong
+for the five exchanges of every save.
 """
 
 from __future__ import annotations
@@ -52,6 +57,11 @@ def facts_of(resolved: ResolvedRun, data: str, device: torch.device) -> dict[str
         "triweave": triweave.__version__,
         "triweave's code": _digest_of_code(),
     }
+
+
+def digest_of(facts: Mapping[str, str]) -> str:
+    """A short name for all of `facts_of`: another one, another run."""
+    return _digest(json.dumps(facts, sort_keys=True))
 
 
 def check_same(store: Store | None, rank: int, world_size: int, facts: Mapping[str, str], timeout_s: float) -> None:
