@@ -1,7 +1,7 @@
 """The fault campaign: plants faults of every kind into tiny runs on the CPU, and tells how each came out.
 
 python bench/faults.py                                  # all of it
-python bench/faults.py --quick                          # a sample, in less than half a minute
+python bench/faults.py --quick                          # a sample, in about half a minute on two idle cores
 python bench/faults.py --only kills,hangs               # some of it
 python bench/faults.py --out bench/results/2026-11-30-faults.md
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from fault_cases.rows import Row
 
-CASES = ("kills", "hangs", "stops", "restarts", "public", "damage", "write_points", "hostile")
+CASES = ("kills", "hangs", "stops", "restarts", "storms", "public", "damage", "write_points", "hostile")
 """Modules of `fault_cases`, in the order in which they run."""
 
 

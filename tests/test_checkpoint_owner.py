@@ -50,15 +50,15 @@ def quiet(line: str) -> None:
 
 
 def test_other_run_s_checkpoints_are_not_gone_on_from(folder: Path) -> None:
-    """A second output_dir with the same checkpoint.path is refused; told to, it takes over, and the first is refused."""
+    """Another output_dir with the same checkpoint.path is refused; told to, it takes over, and the first is refused."""
     first = triweave("train", "run.yaml", *SHARED, "--output_dir=a", "--train.steps=3", cwd=folder)
     assert first.returncode == 0, first.stderr
     saved = open_store(folder / "shared")
     second = triweave("train", "run.yaml", *SHARED, "--output_dir=b", "--train.steps=6", cwd=folder)
     assert second.returncode == 2
     assert errors(second.stderr) == [
-        "error: checkpoint.path = shared: holds step-3 of another run than that of b; nearest: another place, or resume:"
-        " shared/step-3 once, to take it over"
+        "error: checkpoint.path = shared: holds step-3 of another run than that of b;"
+        " nearest: another place, or resume: shared/step-3 once, to take it over"
     ]
     assert found(saved) == ["step-3"]
     words = ("--output_dir=b", "--train.steps=6")

@@ -21,7 +21,7 @@ SAVED_LATE = ("--checkpoint.every_steps=1000000", "--train.steps=1000000", "--lo
 def test_file_asks_for_a_checkpoint(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, launcher: tuple[str, ...]
 ) -> None:
-    """The file goes when the checkpoint is on the disk, the log says both, and the run trains on; a file is one save."""
+    """The file goes when the checkpoint is on the disk, the log says both, and the run goes on; a file is one save."""
     folder = made_once(tmp_path_factory, "asked", make_workspace)
     output = tmp_path / "out"
     words = ("-m", *launcher, "triweave", "train", "run.yaml", *RANKS, *SAVED_LATE, "--output_dir", str(output))

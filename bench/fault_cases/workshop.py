@@ -71,12 +71,14 @@ def start_server() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-def make_files(folder: Path) -> Path:
-    """Model and data that need no tokenizer; returns the folder."""
+def make_files(folder: Path, *, quick: bool = False) -> Path:
+    """Model and data that need no tokenizer; returns the folder. `quick`: half of the layers, for no virtual stage."""
     start_server()
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (model / "config.json").write_text(
+        json.dumps(CONFIG | ({"num_hidden_layers": 2} if quick else {})), encoding="utf-8"
+    )
     draw = random.Random(1)  # noqa: S311
     lines = [json.dumps({"input_ids": [draw.randrange(96) for _ in range(draw.randrange(8, 16))]}) for _ in range(96)]
     (folder / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")

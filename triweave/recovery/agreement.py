@@ -85,8 +85,8 @@ def check_collectives(store: Store | None, rank: int, world_size: int, timeout_s
     """
     if store is None:
         return
-    others = exchange(store, "collectives", rank, world_size, _to_json(recorded_collectives()), timeout_s)
-    problems = differing_collectives([_from_json(text) for text in others]) if rank == 0 else []
+    others = exchange(store, "collectives", rank, world_size, calls_to_json(recorded_collectives()), timeout_s)
+    problems = differing_collectives([calls_from_json(text) for text in others]) if rank == 0 else []
     agree(store, "collectives", rank, problems, timeout_s)
 
 
@@ -130,8 +130,8 @@ def _signature(one: Collective) -> object:
     return (one.name, one.sizes, one.dtypes) if one.name.lstrip("_").startswith(_SYMMETRIC) else one.name
 
 
-def _to_json(recorded: Mapping[str, Sequence[Collective]]) -> str:
-    """A step has thousands of collectives and few that differ: each kind is written once."""
+def calls_to_json(recorded: Mapping[str, Sequence[Collective]]) -> str:
+    """Collectives as text. A step has thousands and few that differ: each kind is written once."""
     kinds: dict[tuple[object, ...], int] = {}
     calls = {
         group: [(one.sequence, kinds.setdefault((one.name, one.sizes, one.dtypes), len(kinds))) for one in ones]
@@ -140,7 +140,8 @@ def _to_json(recorded: Mapping[str, Sequence[Collective]]) -> str:
     return json.dumps({"kinds": list(kinds), "calls": calls})
 
 
-def _from_json(text: str) -> Calls:
+def calls_from_json(text: str) -> Calls:
+    """What `calls_to_json` wrote."""
     said = json.loads(text)
     kinds = [(name, tuple(map(tuple, sizes)), tuple(dtypes)) for name, sizes, dtypes in said["kinds"]]
 

@@ -145,9 +145,11 @@ class _Training:
                 self.tell_saves(console)
                 if self.asked and not last:
                     return self.stopped(metrics.step, console)
+            # What can be made again from a checkpoint comes after it: a folder that cannot be written costs no step.
+            self.finish_saving(console)
             if run.checkpoint.export:
                 self.export()
-            self.finish_saving(console)
+            self.check_saved()
             tokens = (self.num_steps - done) * self.meter.tokens_per_step
             self.timeline.add("end", self.num_steps)
             console.say(closing(metrics, time.monotonic() - started, tokens), *self.where_time_went())
@@ -247,6 +249,7 @@ class _Training:
     def stopped(self, step: int, console: Console) -> int:
         """End here because the run was asked to, when all is on the disk; returns the exit code."""
         self.finish_saving(console)
+        self.check_saved()
         self.timeline.add("end", step)
         console.say(f"stopped   at step {step} by {signal_name(self.asked)}; the same command goes on from there")
         console.say(*self.where_time_went())
@@ -266,6 +269,13 @@ class _Training:
         self.watch.enter("saving", self.watch.step, in_step=False)
         self.saver.finish()
         self.tell_saves(console)
+
+    def check_saved(self) -> None:
+        """See that the last save went well.
+
+        Raises:
+            RunFailed: it did not; why.
+        """
         if self.saver.unsaved is not None:
             raise RunFailed(self.saver.unsaved)
 
