@@ -174,15 +174,15 @@ def test_dead_lease_is_followed() -> None:
 
 
 def test_only_one_of_two_gets_an_empty_place() -> None:
-    """Two that find nobody and write at the same time look again, and the last writer has it."""
+    """Two that come at the same time: the last to write has it, or the first, if the other saw its signs of life."""
     store = RemoteStore(f"memory://{uuid.uuid4()}")
     ends: list[str] = []
 
     def claim(run: str) -> None:
         try:
-            with leased(store, run, quiet, beat_s=0.2, settle_s=0.5, lost=lambda: ends.append("lost")):
+            with leased(store, run, quiet, beat_s=0.1, patience_s=5.0, settle_s=1.0, lost=lambda: None):
                 ends.append("has it")
-                time.sleep(1.0)
+                time.sleep(3.0)
         except InputError:
             ends.append("refused")
 

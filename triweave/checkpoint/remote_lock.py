@@ -82,7 +82,7 @@ def leased(
         if former is None or former.run != run:
             time.sleep(settle_s)
             winner = _read(store)
-            if winner is not None and winner.token != me.token:
+            if winner is None or winner.token != me.token:
                 raise _held(store, key, winner)
     except OSError as error:
         raise InputError(Problem(key, store.where, f"cannot be written to ({error})")) from None
@@ -135,7 +135,7 @@ def _watch(store: Objects, former: Holder, key: str, patience_s: float) -> None:
             raise _held(store, key, now)
 
 
-def _held(store: Objects, key: str, holder: Holder) -> InputError:
-    rule = f"is in use by another run, {holder}"
+def _held(store: Objects, key: str, holder: Holder | None) -> InputError:
+    rule = f"is in use by another run, {holder or 'whose lock cannot be read'}"
     nearest = f"another place, or end that process and remove {store.where}/{LOCK_FILE}"
     return InputError(Problem(key, store.where, rule, nearest))

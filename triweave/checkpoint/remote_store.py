@@ -118,15 +118,13 @@ class RemoteStore:
     def read_small(self, name: str) -> bytes | None:
         """An object beside the checkpoints, None if there is none."""
         try:
-            with self._fs.open(self._path(name), "rb") as file:
-                return bytes(file.read(4096))
+            return bytes(self._fs.cat_file(self._path(name)))
         except FileNotFoundError:
             return None
 
     def write_small(self, name: str, content: bytes) -> None:
         """Put one, in place of the former."""
-        with self._fs.open(self._path(name), "wb") as file:
-            file.write(content)
+        self._fs.pipe_file(self._path(name), content)
 
     def delete_small(self, name: str) -> None:
         """Take one away, if it is there."""
