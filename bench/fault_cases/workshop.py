@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -69,6 +70,21 @@ def start_server() -> None:
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOP_SIGNALS})
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def processor_s() -> float:
+    """Seconds that processors have worked for this process, for what it has waited for, and for the ranks.
+
+    On a machine that others keep busy this says more than the clock. The server that forks the ranks waits for them, so
+    that the kernel counts them as its children.
+    """
+    total = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if server is not None:
+        # Behind the name in parentheses: user and system time of the server, and of its children, in ticks.
+        fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return total
 
 
 def make_files(folder: Path, *, quick: bool = False) -> Path:
