@@ -55,7 +55,7 @@ def test_storm_ends_with_what_each_start_ended_with(tmp_path: Path) -> None:
     assert [line.partition(", from step 0: ")[2] for line in starts] == [
         "rank 1: reason 0",
         "ended without a word: killed, or its host is gone",
-        "rank 2: Traceback (most recent call last):: ValueError: odd",
+        "rank 2: ValueError: odd",
     ]
     assert str(tmp_path / FILE) in last
     with pytest.raises(GivenUp):  # a refusal is no start of its own: the next says the same

@@ -164,7 +164,9 @@ def _reason(end: End | None) -> str:
     if end is None:
         return "ended without a word: killed, or its host is gone"
     lines = [line for line in end.said.splitlines() if line.strip()] or [end.how]
-    words = f"{lines[0]}: {lines[-1].strip()}" if "Traceback" in end.said else lines[0]
+    words = lines[0]
+    if "Traceback" in end.said:
+        words = lines[-1] if words.startswith("Traceback") else f"{words}: {lines[-1]}"
     who = f"rank {end.rank}: " if end.rank is not None and not words.startswith("rank ") else ""
     return f"{who}{words}"[:SHOWN_CHARACTERS]
 
