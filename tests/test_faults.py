@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_quick_campaign_passes() -> None:
-    """Kills, hangs, stop signals, a storm of restarts and other faults of processes end as the table of the whole campaign says.
+    """Kills, hangs, stop signals, a storm of restarts and other faults end as the table of the whole campaign says.
 
     Those of files on disk have a test of their own (`test_fault_cases.py`).
     """

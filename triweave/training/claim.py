@@ -40,16 +40,21 @@ def claimed_run(run: Run, facts: Mapping[str, str]) -> Iterator[Owner]:
         # Whoever asks it must not hear of an earlier stop when this start fails.
         (folder / STOPPED_FILE).unlink(missing_ok=True)
         store = store_of(run)
-        owner = read_owner(folder) or new_owner()
+        former = read_owner(folder)
+        owner = former or new_owner()
         key = "output_dir" if run.checkpoint.path is None else "checkpoint.path"
-        if store.where != str(folder):
+        if Path(store.where).resolve() != folder.resolve():
             # Another output_dir may name the same place.
             held.enter_context(store.held(owner.run, key, tell))
         names = _names(key, store)
         owner = _owner(run, store, owner, names)
-        write_owner(folder, owner)
         newest = step_of(names[0]) if names else None
-        begin(folder, digest_of(facts), newest or 0, run.runtime.max_starts_without_step)
+        try:
+            if owner != former:
+                write_owner(folder, owner)
+            begin(folder, digest_of(facts), newest or 0, run.runtime.max_starts_without_step)
+        except OSError as error:
+            raise InputError(Problem("output_dir", folder, f"cannot be written to ({error.strerror})")) from None
         yield owner
 
 
