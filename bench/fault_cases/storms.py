@@ -105,7 +105,9 @@ STORMS = (
 def run(quick: bool, out: Path) -> list[Row]:
     """Every storm, started by this process and by torchrun; when `quick`, the first one, in short."""
     make_files(out, quick=quick)
-    keys = {"layout.dp": 2, "runtime.max_starts_without_step": MOST, "checkpoint.every_steps": 2}
+    # Beside training the save of step 2 may or may not be done when the run fails: that would be a new step, or none.
+    saving = {"checkpoint.every_steps": 2, "checkpoint.asynchronous": "off"}
+    keys = {"layout.dp": 2, "runtime.max_starts_without_step": MOST, **saving}
     if quick:
         return [ridden_out(STORMS[0], {**keys, "runtime.max_starts_without_step": QUICK_MOST}, out)]
     return [*(ridden_out(storm, keys, out) for storm in STORMS), under_torchrun(keys, out), two_hosts(keys, out)]
