@@ -128,7 +128,7 @@ class TestFinishedRun:
         assert (kept / "latest").read_text() == "step-9\n"
         assert {path.name for path in (finished / "out").iterdir()} == {
             *("checkpoints", "data", "hf", "metrics.jsonl", "run.yaml", "timeline.jsonl", "validation.jsonl"),
-            *("forecast.json", "pipeline.json"),
+            *("forecast.json", "pipeline.json", "starts.jsonl", "identity.json"),
         }
 
     def test_the_third_step_is_kept_in_time(self, finished: Path) -> None:

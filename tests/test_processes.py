@@ -16,7 +16,7 @@ import pytest
 
 from triweave.errors import AnswerIsNo, InputError, Problem
 from triweave.training.process import Process, let_segments_grow, started_by_launcher
-from triweave.training.processes import GRACE_S, Ending, _wait_for, run_ranks
+from triweave.training.processes import GRACE_S, Ending, _loopback_store, _wait_for, run_ranks
 
 
 def rank_main(what: Callable[[], int], process: Process) -> int:
@@ -122,7 +122,7 @@ def test_earlier_failure_is_told_though_heard_later(capfd: pytest.CaptureFixture
     late = threading.Timer(0.1, pipes[1][1].send, [Ending(1, "the cause", time_s=1.0)])
     late.start()
     unused = multiprocessing.Process()
-    assert _wait_for({told: unused for told, _ in pipes}) == 1
+    assert _wait_for({told: unused for told, _ in pipes}) == (1, "the cause")
     assert capfd.readouterr().err == "error: the cause\n"
     for end in itertools.chain(*pipes):
         end.close()
@@ -132,6 +132,18 @@ def test_answer_is_the_first_rank_s(capfd: pytest.CaptureFixture[str]) -> None:
     """A rank that returns 1 gives the run's exit code without a word."""
     assert run_ranks(2, answer_of) == 1
     assert capfd.readouterr().err == ""
+
+
+def test_store_listens_on_the_loopback_alone() -> None:
+    """The kernel's table of sockets has its port at 127.0.0.1 and nowhere else (pytorch issue 173909)."""
+    store = _loopback_store()
+    listening = [
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == store.port
+    ]
+    assert [address.rpartition(":")[0] for address in listening] == ["0100007F"]
 
 
 LAUNCHED = {

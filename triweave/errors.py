@@ -4,6 +4,7 @@ TriweaveError
 ├── InputError        2  what the user gave is wrong: a key, a value, the rule, the nearest legal value
 ├── AnswerIsNo        1  the question was fine and the answer is no: does not fit, differs, unhealthy
 └── RunFailed         1  a run that was right to start could not go on
+    └── GivenUp       1  ... so often that nobody is to start it again
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class AnswerIsNo(TriweaveError):
 
 class RunFailed(TriweaveError):
     """A run could not go on, for a reason that is not the run file's."""
+
+
+class GivenUp(RunFailed):
+    """A run that has failed so often in a row that whoever starts it again is to stop."""
 
 
 def closest(word: str, choices: Sequence[str]) -> str | None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 STOPPED_FILE = "stopped.json"
 """There while a run stands stopped on request: engines ask it, for torchrun leaves with 1 whatever its ranks say."""
 
+SAVE_NOW_FILE = "save-now"
+"""Made by a person in the folder of a running job: it saves after the step, and removes the file."""
+
 SAVED_BYTES = 12
 """Of a parameter in a checkpoint: master weight and two moments, float32."""
 

@@ -190,7 +190,7 @@ QUICK = (3, 6)
 
 def run(quick: bool, out: Path) -> list[Row]:
     """Plant each hang."""
-    make_files(out)
+    make_files(out, quick=quick)
     rows = []
     for number, hang in enumerate(HANGS):
         if quick and number not in QUICK:

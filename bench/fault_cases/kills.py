@@ -145,7 +145,7 @@ def campaign(name: str, keys: dict[str, Any], kills: int, out: Path, draw: rando
 
 def run(quick: bool, out: Path) -> list[Row]:
     """Kill ranks of every layout (`quick`: of one)."""
-    make_files(out)
+    make_files(out, quick=quick)
     draw = random.Random(2026)  # noqa: S311
     chosen = list(LAYOUTS.items())[5:6] if quick else list(LAYOUTS.items())
     rows = []

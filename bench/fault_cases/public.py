@@ -6,6 +6,7 @@ Saves, damages, signals and restarts are tried by the other modules; here is the
 from __future__ import annotations
 
 import errno
+import hashlib
 import math
 import os
 import shutil
@@ -172,13 +173,47 @@ def skipped(outcome: Outcome, output: Path, expected: Path) -> bool:
     return outcome.code == 0 and '"loss": null' in lines[2] and (output / "not-finite" / "step-3.npz").exists()
 
 
+def segfault_in_first_save() -> None:
+    """The thread that saves does what no process survives."""
+    os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def no_room_for_the_export(folder: Path, process: Process) -> None:
+    """The disk is full when the Hugging Face folder is written, after everything that matters."""
+
+    def export(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if process.rank == 0:
+        loop.export_hugging_face = export
+
+
+def dies_and_leaves_nothing(outcome: Outcome, output: Path, expected: Path) -> bool:
+    """The message says how the rank died, and what it was writing is not there."""
+    return outcome.code == 1 and "rank 1 was ended by SIGSEGV" in outcome.said and newest(output) == 0
+
+
+def keeps_the_last_step(outcome: Outcome, output: Path, expected: Path) -> bool:
+    """The run fails and says why; its last checkpoint is there, bit for bit that of the run that did not fail."""
+    same = weights_of(output) == weights_of(expected)
+    return outcome.code == 1 and "No space left on device" in outcome.said and same
+
+
+def weights_of(output: Path) -> list[str]:
+    """Hashes of the data files of the last checkpoint."""
+    files = sorted((output / "checkpoints" / f"step-{newest(output)}").glob("*.distcp"))
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+
+
 FAULTS = (
     Fault("1: a writer fails once on one rank", partial(only_odd, fail_first_fsync), as_if_nothing_had_been),
     Fault("3: a rank does not come", partial(only_odd, come_late), says("rank 1 has not come within")),
+    Fault("19: the saving thread dies of SIGSEGV", partial(only_odd, segfault_in_first_save), dies_and_leaves_nothing),
     Fault("22: validation after a resume", no_fault, as_if_nothing_had_been, 4, (("validation.every_steps", 1),)),
     Fault("23: one rank fails to load", partial(only_odd, fail_to_load), says("rank 1 cannot read its part"), 4),
     Fault("38: resumed in a later epoch", no_fault, as_if_nothing_had_been, 40),
     Fault("41: one rank sees no checkpoint", partial(only_odd, see_no_checkpoint), as_if_nothing_had_been, 4),
+    Fault("43: the export fails", no_room_for_the_export, keeps_the_last_step),
     Fault("46: one rank's clock is an hour ahead", partial(only_odd, clock_ahead), as_if_nothing_had_been, 4),
     Fault("48: ranks get SIGTERM at different moments", signals_apart, stops_at_one_step),
     Fault(
@@ -225,9 +260,9 @@ def stop_at(step: int, folder: Path, process: Process) -> None:
 
 
 def run(quick: bool, out: Path) -> list[Row]:
-    """Plant each fault."""
-    make_files(out)
-    rows = []
+    """Plant each fault. Faults of the same run file share the run without one."""
+    make_files(out, quick=quick)
+    rows, references = [], dict[str, Path]()
     for fault in FAULTS:
         if quick and not fault.name.startswith(QUICK):
             continue
@@ -238,8 +273,10 @@ def run(quick: bool, out: Path) -> list[Row]:
             "runtime.timeout_s": 20,
         }
         keys |= {"train.steps": max(6, fault.from_step + 4), **dict(fault.keys)}
-        reference, prepared = make_run(out, "reference", keys)
-        start(reference, prepared)
+        if (named := str(keys)) not in references:
+            reference, prepared = make_run(out, f"reference-{len(references)}", keys)
+            start(reference, prepared)
+            references[named] = Path(reference.run.output_dir)
         resolved, prepared = make_run(out, "faulty", keys)
         output = Path(resolved.run.output_dir)
         if fault.from_step:
@@ -248,8 +285,7 @@ def run(quick: bool, out: Path) -> list[Row]:
                 rows.append(Row(fault.name, 1, 0, f"could not be stopped: {stopped.said[:500]}"))
                 continue
         outcome = start(resolved, prepared, fault.plant)
-        good = fault.holds(outcome, output, Path(reference.run.output_dir))
+        good = fault.holds(outcome, output, references[named])
         rows.append(Row(fault.name, 1, int(good), "" if good else f"code {outcome.code}: {outcome.said.strip()[:800]}"))
-        for folder in (output, Path(reference.run.output_dir)):
-            shutil.rmtree(folder)
+        shutil.rmtree(output)
     return rows

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from fault_cases.kills import newest
@@ -27,12 +27,21 @@ LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 class Launched:
     """A run under torchrun, in a session of its own."""
 
-    def __init__(self, run_file: Path, output: Path, options: Iterable[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        run_file: Path,
+        output: Path,
+        options: Iterable[str],
+        environment: dict[str, str],
+        launcher: Sequence[str] = (),
+    ) -> None:
+        """`launcher` is a command line to be followed by triweave's words; left out, that of one host."""
         self.output = output
         self.mark = f"TRIWEAVE_FAULTS={uuid.uuid4()}"
         marked = dict([self.mark.split("=")])
-        words = (*LAUNCHER, *options, "-m", "triweave", "train", str(run_file), "--output_dir", str(output))
-        self.log = run_file.parent / f"{output.name}.log"
+        launcher = launcher or (*LAUNCHER, *options, "-m", "triweave")
+        words = (*launcher, "train", str(run_file), "--output_dir", str(output))
+        self.log = run_file.parent / f"{output.name}-{self.mark[-6:]}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 words, env={**os.environ, **environment, **marked}, stdout=log, stderr=log, start_new_session=True

@@ -111,7 +111,7 @@ def stopped_at(folder: Path) -> int | None:
 
 def run(quick: bool, out: Path) -> list[Row]:
     """Stop runs at every moment, by either signal, at every address; then let them go on."""
-    make_files(out)
+    make_files(out, quick=quick)
     keys: dict[str, Any] = {"layout.dp": 2, "train.steps": NUM_STEPS, "data.validation": "0.2"}
     reference, prepared = make_run(out, "reference", keys)
     start(reference, prepared)

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from triweave.config.load import load_run
 from triweave.config.validate import ResolvedRun, validate
 from triweave.data.cache import PreparedData, prepare
 from triweave.recovery.stop import STOP_SIGNALS
+from triweave.training.endings import heard
 from triweave.training.loop import train
 from triweave.training.process import Process
 from triweave.training.processes import run_ranks
@@ -70,12 +72,29 @@ def start_server() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-def make_files(folder: Path) -> Path:
-    """Model and data that need no tokenizer; returns the folder."""
+def processor_s() -> float:
+    """Seconds that processors have worked for this process, for what it has waited for, and for the ranks.
+
+    On a machine that others keep busy this says more than the clock. The server that forks the ranks waits for them, so
+    that the kernel counts them as its children.
+    """
+    total = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if server is not None:
+        # Behind the name in parentheses: user and system time of the server, and of its children, in ticks.
+        fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def make_files(folder: Path, *, quick: bool = False) -> Path:
+    """Model and data that need no tokenizer; returns the folder. `quick`: half of the layers, for no virtual stage."""
     start_server()
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (model / "config.json").write_text(
+        json.dumps(CONFIG | ({"num_hidden_layers": 2} if quick else {})), encoding="utf-8"
+    )
     draw = random.Random(1)  # noqa: S311
     lines = [json.dumps({"input_ids": [draw.randrange(96) for _ in range(draw.randrange(8, 16))]}) for _ in range(96)]
     (folder / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -121,7 +140,8 @@ def start(resolved: ResolvedRun, prepared: PreparedData, plant: Plant = no_fault
     check_resume(resolved, prepared)
     with contextlib.redirect_stderr(said):
         rank = functools.partial(rank_with_fault, plant, resolved, prepared)
-        code = run_ranks(resolved.layout.world_size, rank, stoppable=True)
+        told = functools.partial(heard, resolved)
+        code = run_ranks(resolved.layout.world_size, rank, stoppable=True, heard=told)
     when = folder / WHEN_FILE
     return Outcome(code, said.getvalue(), time.time() - (float(when.read_text()) if when.exists() else begun))
 

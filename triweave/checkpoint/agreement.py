@@ -1,4 +1,9 @@
-"""Ranks tell each other how it went, as JSON: nothing that a peer sends is unpickled."""
+"""Ranks tell each other how it went, as JSON: nothing that a peer sends is unpickled.
+
+Over a process group, where `recovery.agreement` goes through the store: a save's answers go from all to all again and
+again, beside training, on a group of their own, and leave nothing behind. A rank that does not come is not named
+here; it is gone for training too, whose watch names it.
+"""
 
 from __future__ import annotations
 

@@ -8,11 +8,13 @@ import re
 import shutil
 import stat
 import uuid
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
 from triweave.checkpoint.durable import HashedFile, new_file, sync
+from triweave.checkpoint.run_lock import claimed
 from triweave.checkpoint.store import HINT_FILE, MANIFEST_FILE, plain_name
 
 _LEFT_OVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{12}\.(?P<kind>partial|former|deleted)")
@@ -27,6 +29,10 @@ class LocalStore:
         """`shown` is the root as the user wrote it."""
         self.root = root
         self.where = str(shown or root)
+
+    def held(self, run: str, key: str, tell: Callable[[str], None]) -> AbstractContextManager[None]:
+        """By a lock file beside the checkpoints."""
+        return claimed(self.root, tell, key=key)
 
     def names(self) -> list[str]:
         """Real folders only: a link may lead anywhere."""

@@ -31,6 +31,8 @@ class Manifest:
     save_id: str
     """Drawn anew for every save: two saves of one step differ in it."""
     files: Mapping[str, FileRecord]
+    run: str = ""
+    """Identity of the run that wrote it (`checkpoint.owner`); empty where no run did."""
 
     def to_bytes(self) -> bytes:
         """The file: readable JSON, with a hash of all the rest of it."""
@@ -49,7 +51,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
         found = json.loads(content)
         claimed = found.pop("sha256")
         files = {plain_name(name): FileRecord(**record) for name, record in found["files"].items()}
-        manifest = Manifest(str(found["save_id"]), files)
+        manifest = Manifest(str(found["save_id"]), files, str(found.get("run", "")))
         whole = claimed == _hash(found) and found == _body(manifest)
     # Damaged bytes may be any JSON, or none; brackets without end exhaust the reader's stack.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -111,7 +113,8 @@ def share_of(manifest: Manifest, rank: int, size: int) -> list[str]:
 
 def _body(manifest: Manifest) -> dict[str, Any]:
     files = {name: asdict(record) for name, record in manifest.files.items()}
-    return {"format": FORMAT, "save_id": manifest.save_id, "files": files}
+    run = {"run": manifest.run} if manifest.run else {}
+    return {"format": FORMAT, "save_id": manifest.save_id, **run, "files": files}
 
 
 def _hash(body: Mapping[str, Any]) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import BinaryIO, cast
 
 import fsspec
 
 from triweave.checkpoint.durable import HashedFile
+from triweave.checkpoint.remote_lock import leased
 from triweave.checkpoint.store import HINT_FILE, MANIFEST_FILE, plain_name
 
 _STEP = re.compile(r"step-\d+")
@@ -40,6 +41,10 @@ class RemoteStore:
         except FileNotFoundError:
             return []
         return [(posixpath.basename(e["name"].rstrip("/")), e["type"], int(e["size"] or 0)) for e in entries]
+
+    def held(self, run: str, key: str, tell: Callable[[str], None]) -> AbstractContextManager[None]:
+        """By an object that says who is here: see `remote_lock` for what that can promise."""
+        return leased(self, run, tell, key=key)
 
     def names(self) -> list[str]:
         """What stands before a slash."""
@@ -108,5 +113,20 @@ class RemoteStore:
 
     def give_hint(self, name: str) -> None:
         """One small object, replaced whole."""
-        with self._fs.open(self._path(HINT_FILE), "wb") as file:
-            file.write(f"{name}\n".encode())
+        self.write_small(HINT_FILE, f"{name}\n".encode())
+
+    def read_small(self, name: str) -> bytes | None:
+        """An object beside the checkpoints, None if there is none."""
+        try:
+            return bytes(self._fs.cat_file(self._path(name)))
+        except FileNotFoundError:
+            return None
+
+    def write_small(self, name: str, content: bytes) -> None:
+        """Put one, in place of the former."""
+        self._fs.pipe_file(self._path(name), content)
+
+    def delete_small(self, name: str) -> None:
+        """Take one away, if it is there."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))

@@ -1,4 +1,4 @@
-"""One job a run directory: a lock that dies with its holder, on a disk of one host or of many.
+"""One job a run directory, or a folder of checkpoints: a lock that dies with its holder, on one host or on many.
 
 Two things together. The kernel's lock (`flock`) is gone the moment its holder is, however it ended; but over some
 shared file systems it holds for one host only. So the lock file also says who holds it, and its holder writes a
@@ -41,9 +41,29 @@ class Holder:
     """Drawn anew by every claimant."""
     beat: int = 0
     """Signs of life so far."""
+    run: str = ""
+    """Identity of the run, where the lock is told it."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
+
+    def to_bytes(self) -> bytes:
+        """The lock file."""
+        return json.dumps(asdict(self)).encode().ljust(512)
+
+
+def holder_now(host: str | None = None, run: str = "") -> Holder:
+    """This process, as a claimant."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Holder(host or socket.gethostname(), os.getpid(), now, uuid.uuid4().hex, run=run)
+
+
+def holder_from(content: bytes) -> Holder | None:
+    """Who holds it, from the lock file; None if nobody does, or it cannot be told."""
+    try:
+        return Holder(**json.loads(content))
+    except (ValueError, TypeError):
+        return None
 
 
 @contextmanager
@@ -51,16 +71,18 @@ def claimed(
     folder: Path,
     tell: Callable[[str], None],
     *,
+    key: str = "output_dir",
     host: str | None = None,
     beat_s: float = BEAT_S,
     patience_s: float = PATIENCE_S,
     lost: Callable[[], None] = lambda: os._exit(1),
 ) -> Iterator[None]:
-    """Hold a run directory while the block runs.
+    """Hold a run directory, or a folder of checkpoints, while the block runs.
 
     Args:
         folder: made if it is not there.
         tell: is told why this takes long, when it does.
+        key: of the run file, that names the folder.
         host: this host's name.
         beat_s: seconds between two signs of life.
         patience_s: seconds without one, after which another host's holder is taken for dead.
@@ -71,26 +93,25 @@ def claimed(
         InputError: it cannot be written to, or another process holds it: says which, and how to take it over.
     """
     path = folder / LOCK_FILE
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    me = Holder(host or socket.gethostname(), os.getpid(), now, uuid.uuid4().hex)
+    me = holder_now(host)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = _open(path)
     except OSError as error:
-        raise InputError(Problem("output_dir", folder, f"cannot be written to ({error.strerror})")) from None
+        raise InputError(Problem(key, folder, f"cannot be written to ({error.strerror})")) from None
     try:
         if not _kernel_lock(handle):
-            raise _held(folder, path, _read(handle))
+            raise _held(key, folder, path, _read(handle))
         former = _read(handle)
         if former is not None and former.host != me.host:
             tell(f"{path} is held by {former}; watching it for {patience_s:.0f} s")
-            _watch(handle, former, folder, path, patience_s)
+            _watch(handle, former, key, folder, patience_s)
         _write(handle, me)
         if former is not None and former.host != me.host:
             # Another claimant may have watched as long, where the kernel's lock does not reach: the last one has it.
             time.sleep(2 * beat_s)
             if (winner := _read(handle)) != me:
-                raise _held(folder, path, winner)
+                raise _held(key, folder, path, winner)
         ended = threading.Event()
 
         def give_signs_of_life() -> None:
@@ -135,26 +156,24 @@ def _kernel_lock(handle: int) -> bool:
 
 def _read(handle: int) -> Holder | None:
     """Who holds it; None if nobody does, or it cannot be told."""
-    try:
-        return Holder(**json.loads(os.pread(handle, 4096, 0)))
-    except (ValueError, TypeError):
-        return None
+    return holder_from(os.pread(handle, 4096, 0))
 
 
 def _write(handle: int, holder: Holder) -> None:
     # One write in place: a new file of that name would not be the one that the kernel has locked.
-    text = json.dumps(asdict(holder)).encode().ljust(512)
+    text = holder.to_bytes()
     os.pwrite(handle, text, 0)
     os.ftruncate(handle, len(text))
     os.fsync(handle)
 
 
-def _watch(handle: int, former: Holder, folder: Path, path: Path, patience_s: float) -> None:
+def _watch(handle: int, former: Holder, key: str, folder: Path, patience_s: float) -> None:
     """Return when the holder has shown no sign of life for `patience_s`.
 
     Raises:
         InputError: it is alive.
     """
+    path = folder / LOCK_FILE
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         time.sleep(min(0.5, patience_s / 10))
@@ -162,7 +181,7 @@ def _watch(handle: int, former: Holder, folder: Path, path: Path, patience_s: fl
         with suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
             now = _read(file.fileno())
             if now is not None and now != former:
-                raise _held(folder, path, now)
+                raise _held(key, folder, path, now)
 
 
 def _beat(handle: int, me: Holder, ended: threading.Event, beat_s: float) -> Holder | None:
@@ -178,7 +197,7 @@ def _beat(handle: int, me: Holder, ended: threading.Event, beat_s: float) -> Hol
     return None
 
 
-def _held(folder: Path, path: Path, holder: Holder | None) -> InputError:
+def _held(key: str, folder: Path, path: Path, holder: Holder | None) -> InputError:
     who = str(holder) if holder is not None else "another process"
     rule = f"is in use by {who}"
-    return InputError(Problem("output_dir", folder, rule, f"another folder, or end that process and remove {path}"))
+    return InputError(Problem(key, folder, rule, f"another folder, or end that process and remove {path}"))

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from triweave.checkpoint.agreement import gather
 from triweave.checkpoint.durable import FileRecord
 from triweave.checkpoint.manifest import Manifest, check_file
+from triweave.checkpoint.owner import Owner, check_owned
 from triweave.checkpoint.slices import Slices, SlicesSavePlanner
 from triweave.checkpoint.store import MANIFEST_FILE, DamagedCheckpoint, Store, reason_of
 from triweave.checkpoint.writer import CheckpointWriter
@@ -21,7 +22,12 @@ from triweave.groups import Group
 
 
 def write_checkpoint(
-    store: Store, name: str, state: dict[str, Slices], documents: Mapping[str, bytes], group: Group
+    store: Store,
+    name: str,
+    state: dict[str, Slices],
+    documents: Mapping[str, bytes],
+    group: Group,
+    owner: Owner | None = None,
 ) -> None:
     """Write a checkpoint called `name`. All ranks of `group` call it together.
 
@@ -33,15 +39,19 @@ def write_checkpoint(
         state: what this rank holds of each tensor.
         documents: further small files; the first rank's are written.
         group: of CPU tensors (gloo), and nobody else's: a save may be under way while others communicate.
+        owner: the run that writes, on the first rank; None where no run does.
 
     Raises:
-        RunFailed: which rank could not write, and why.
+        RunFailed: which rank could not write, and why; or the newest checkpoint there, or the one that is to be
+            replaced, is another run's.
     """
     first = group.rank == 0
     working = ""
     try:
         with _Attempt(store, name, group) as attempt:
             if first:
+                if owner is not None:
+                    check_owned(store, {name, store.hint() or name}, owner)
                 working = store.begin(name)
         working = attempt.agree(working)[0]
         writer = CheckpointWriter(store, working)
@@ -58,7 +68,8 @@ def write_checkpoint(
                     with store.create(working, file) as target:
                         target.write(content)
                         files[file] = target.finish()
-                store.commit(working, name, Manifest(uuid.uuid4().hex, files).to_bytes())
+                run = owner.run if owner is not None else ""
+                store.commit(working, name, Manifest(uuid.uuid4().hex, files, run).to_bytes())
         attempt.agree(None)
     except RunFailed:
         if first and working:
@@ -115,7 +126,7 @@ def _cause(error: BaseException) -> str:
         return f"rank {rank}: {_cause(failure)}"
     if isinstance(error, OSError):
         return reason_of(error)
-    return str(error) if isinstance(error, DamagedCheckpoint) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, DamagedCheckpoint | RunFailed) else f"{type(error).__name__}: {error}"
 
 
 def _clean_up(store: Store, working: str, name: str) -> None:

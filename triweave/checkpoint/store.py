@@ -6,6 +6,7 @@ rename on a disk, by the writing of its manifest in an object store, where there
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import BinaryIO, Protocol
 
@@ -32,6 +33,18 @@ class Store(Protocol):
     @property
     def reads_back(self) -> bool:
         """Whether what was written is worth reading again at once, to see that the disk has it."""
+
+    def held(self, run: str, key: str, tell: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Keep other jobs out while the block runs, whatever their run's folder is.
+
+        Args:
+            run: identity of the run, whose folder's lock is held.
+            key: of the run file, that names this place.
+            tell: is told why this takes long, when it does.
+
+        Raises:
+            InputError: another job is here.
+        """
 
     def names(self) -> list[str]:
         """Names of the folders, in no order; none where there is nothing yet."""

@@ -13,6 +13,11 @@ def train(run_file: Path, /, *overrides: Overrides, nproc: Nproc = None) -> int:
     Every key of the file can be changed here: `--layout.tp 4`. Under torchrun each process is a rank; without it
     the ranks are started on this host.
 
+    A running job, under any launcher and from any host that sees the folder, saves at the next step when the file
+    `save-now` appears in its output_dir (touch runs/a/save-now), and removes the file when the checkpoint is on the
+    disk. It saves and stops (exit code 75) when its processes get SIGTERM or SIGUSR1; the same command goes on from
+    there.
+
     Example: triweave train run.yaml --nproc 6 --train.steps 20
 
     Args:
@@ -23,9 +28,10 @@ def train(run_file: Path, /, *overrides: Overrides, nproc: Nproc = None) -> int:
     from triweave.training.start import Job, start
 
     def job() -> Job:
+        from triweave.training.endings import heard
         from triweave.training.loop import train as train_rank
         from triweave.training.resume import check_resume
 
-        return Job(train_rank, check_resume, stoppable=True)
+        return Job(train_rank, check_resume, stoppable=True, heard=heard)
 
     return start(run_file, overrides, nproc, job)

@@ -180,6 +180,8 @@ class RuntimeConfig:
     """Seconds that starting, loading, saving and exporting may take without progress before the run gives up."""
     hang_timeout_s: int = 300
     """Seconds without progress in a step or validation before the run says which rank hangs, and ends; 0: timeout_s."""
+    max_starts_without_step: int = 5
+    """Starts in a row without a new step after which a run is not started again; 0: no limit. See recovery.md."""
     overlap_tp: Literal["auto", "off"] = "auto"
     """Tensor-parallel communication behind products: `auto` where GPUs can copy from one another (the log says)."""
     overlap_dp: Literal["auto", "off"] = "auto"

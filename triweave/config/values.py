@@ -48,7 +48,7 @@ _RANGES = (
     _Range(
         (
             *("optimizer.warmup_steps", "validation.every_steps", "checkpoint.every_steps"),
-            *("train.compare_replicas_every", "runtime.hang_timeout_s"),
+            *("train.compare_replicas_every", "runtime.hang_timeout_s", "runtime.max_starts_without_step"),
         ),
         lambda number: number >= 0,
         "must be at least 0",

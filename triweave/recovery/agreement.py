@@ -2,6 +2,11 @@
 
 A collective cannot tell. gloo adds int32 to float32 without a word, aborts the process where sizes differ, and waits
 for its timeout where operations do.
+
+Two ways to exchange JSON, this one and `checkpoint.agreement`, since neither can do the other's work. Here there may
+be no process group yet, a rank may never come, and the message must name it: the store tells which keys are missing.
+But rank 0 reads every rank's key from one server and the keys stay there for the run: right once at the start, wrong
+for the five exchanges of every save.
 """
 
 from __future__ import annotations
@@ -54,6 +59,11 @@ def facts_of(resolved: ResolvedRun, data: str, device: torch.device) -> dict[str
     }
 
 
+def digest_of(facts: Mapping[str, str]) -> str:
+    """A short name for all of `facts_of`: another one, another run."""
+    return _digest(json.dumps(facts, sort_keys=True))
+
+
 def check_same(store: Store | None, rank: int, world_size: int, facts: Mapping[str, str], timeout_s: float) -> None:
     """Compare what every rank is about to do; all ranks call it together, before they make a process group.
 
@@ -75,8 +85,8 @@ def check_collectives(store: Store | None, rank: int, world_size: int, timeout_s
     """
     if store is None:
         return
-    others = exchange(store, "collectives", rank, world_size, _to_json(recorded_collectives()), timeout_s)
-    problems = differing_collectives([_from_json(text) for text in others]) if rank == 0 else []
+    others = exchange(store, "collectives", rank, world_size, calls_to_json(recorded_collectives()), timeout_s)
+    problems = differing_collectives([calls_from_json(text) for text in others]) if rank == 0 else []
     agree(store, "collectives", rank, problems, timeout_s)
 
 
@@ -120,8 +130,8 @@ def _signature(one: Collective) -> object:
     return (one.name, one.sizes, one.dtypes) if one.name.lstrip("_").startswith(_SYMMETRIC) else one.name
 
 
-def _to_json(recorded: Mapping[str, Sequence[Collective]]) -> str:
-    """A step has thousands of collectives and few that differ: each kind is written once."""
+def calls_to_json(recorded: Mapping[str, Sequence[Collective]]) -> str:
+    """Collectives as text. A step has thousands and few that differ: each kind is written once."""
     kinds: dict[tuple[object, ...], int] = {}
     calls = {
         group: [(one.sequence, kinds.setdefault((one.name, one.sizes, one.dtypes), len(kinds))) for one in ones]
@@ -130,7 +140,8 @@ def _to_json(recorded: Mapping[str, Sequence[Collective]]) -> str:
     return json.dumps({"kinds": list(kinds), "calls": calls})
 
 
-def _from_json(text: str) -> Calls:
+def calls_from_json(text: str) -> Calls:
+    """What `calls_to_json` wrote."""
     said = json.loads(text)
     kinds = [(name, tuple(map(tuple, sizes)), tuple(dtypes)) for name, sizes, dtypes in said["kinds"]]
 

@@ -21,6 +21,7 @@ from triweave.checkpoint.agreement import gather
 from triweave.checkpoint.host_copy import HostCopy
 from triweave.checkpoint.kept import name_of
 from triweave.checkpoint.metadata_file import CheckpointReader
+from triweave.checkpoint.owner import Owner
 from triweave.checkpoint.places import locate
 from triweave.checkpoint.random_states import random_states, restore_random_states
 from triweave.checkpoint.save import write_checkpoint
@@ -83,8 +84,10 @@ def snapshot_bytes(engine: Engine) -> list[int]:
     return [part.parameter.nbytes for part in engine.optimizer.parts for _ in KINDS]
 
 
-def write_snapshot(store: Store, snapshot: Snapshot, group: Group) -> str:
+def write_snapshot(store: Store, snapshot: Snapshot, group: Group, owner: Owner | None = None) -> str:
     """Write a checkpoint of what all ranks of `group` hold; returns its name. They call it together.
+
+    `owner` is the run that it names, on the first rank.
 
     Raises:
         RunFailed: which rank could not write, and why. Nothing has changed then.
@@ -96,7 +99,7 @@ def write_snapshot(store: Store, snapshot: Snapshot, group: Group) -> str:
         RANDOM_FILE: json.dumps(random).encode(),
         PROGRESS_FILE: (json.dumps(asdict(snapshot.progress), indent=2) + "\n").encode(),
     }
-    write_checkpoint(store, name, snapshot.tensors, documents, group)
+    write_checkpoint(store, name, snapshot.tensors, documents, group, owner)
     return name
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed import ReduceOp
 
+from triweave.checkpoint.kept import name_of
 from triweave.collectives import all_reduce
 from triweave.config.document import to_yaml
 from triweave.config.validate import ResolvedRun
@@ -18,11 +19,13 @@ from triweave.data.dataset import Dataset
 from triweave.data.sampler import steps_for
 from triweave.errors import RunFailed
 from triweave.recovery.goodput import Timeline
+from triweave.recovery.save_now import SaveNow
 from triweave.recovery.stop import STOPPED, signal_name
-from triweave.run_folder import STOPPED_FILE
+from triweave.run_folder import SAVE_NOW_FILE, STOPPED_FILE
 from triweave.training.batches import batch_of, training_batch, validation_batches
 from triweave.training.checkpoints import RUN_FILE, RunProgress
 from triweave.training.console import Console, closing, opening
+from triweave.training.endings import note_code
 from triweave.training.engine import DTYPES, Engine, build_engine
 from triweave.training.export import export_hugging_face
 from triweave.training.foretold import Foretold
@@ -55,7 +58,9 @@ def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> in
     with at_work(resolved, prepared, process) as rank:
         with rank.together("making the process groups of the layout"):
             engine = build_engine(resolved, rank.device)
-        return _Training(resolved, prepared, engine, rank).run()
+        code = _Training(resolved, prepared, engine, rank).run()
+        note_code(Path(resolved.run.output_dir), process, code)
+        return code
 
 
 class _Training:
@@ -76,7 +81,7 @@ class _Training:
             clean_up(store)
         # A single save, at the end, has no step to stand beside.
         asynchronous = checkpoint.asynchronous if checkpoint.every_steps else "off"
-        self.saver = Saver(store, engine, checkpoint.keep, asynchronous)
+        self.saver = Saver(store, engine, checkpoint.keep, asynchronous, rank.owner)
         device = engine.groups.device
         self.meter = Meter(
             engine.spec,
@@ -90,6 +95,7 @@ class _Training:
         self.timeline = Timeline(None)
         self.asked = 0
         """Number of the signal by which any rank was asked to stop; the same on all ranks, for they agree on it."""
+        self.save_now = SaveNow(self.folder if self.first else None)
 
     def run(self) -> int:
         """Train from where the run is to its end; returns the exit code."""
@@ -132,16 +138,21 @@ class _Training:
                     console.say(f"warning   {warning}")
                 console.advance()
                 due = run.checkpoint.every_steps and metrics.step % run.checkpoint.every_steps == 0
-                saves = bool(last or due or self.asked)
+                if self.save_now.asked:
+                    self.save_now.begun(name_of(metrics.step))
+                    console.say(f"asked     by {self.folder / SAVE_NOW_FILE}: saving {name_of(metrics.step)}")
+                saves = bool(last or due or self.asked or self.save_now.asked)
                 self.compare_replicas(metrics.step, saves=saves)
                 if saves:
                     self.save(metrics.step)
-                console.say(*(line for saved in self.saver.news() for line in saved.lines))
+                self.tell_saves(console)
                 if self.asked and not last:
                     return self.stopped(metrics.step, console)
+            # What can be made again from a checkpoint comes after it: a folder that cannot be written costs no step.
+            self.finish_saving(console)
             if run.checkpoint.export:
                 self.export()
-            self.finish_saving(console)
+            self.check_saved()
             tokens = (self.num_steps - done) * self.meter.tokens_per_step
             self.timeline.add("end", self.num_steps)
             console.say(closing(metrics, time.monotonic() - started, tokens), *self.where_time_went())
@@ -219,28 +230,26 @@ class _Training:
                 file.write(json.dumps({"step": step, "val_loss": loss}) + "\n")
 
     def over_ranks(self) -> tuple[float, float]:
-        """Largest peak of allocated and of reserved bytes over all ranks; and whether any of them was asked to stop.
+        """Largest peak of allocated and of reserved bytes over all ranks; and whether any was asked to stop or to save.
 
-        One reduction for both: the ranks agree on the step at which they stop, and it costs them nothing.
+        One reduction for all: the ranks agree on the step at which they do it, and it costs them nothing.
         """
         device = self.engine.groups.device
-        mine = torch.tensor(
-            (*peak_memory(device, self.engine.unseen_bytes), float(self.rank.stop.number)), device=device
-        )
-        allocated, reserved, asked = all_reduce(mine, self.engine.groups.world, ReduceOp.MAX).tolist()
-        self.asked = int(asked)
+        wishes = (float(self.rank.stop.number), float(self.save_now.look()))
+        mine = torch.tensor((*peak_memory(device, self.engine.unseen_bytes), *wishes), device=device)
+        allocated, reserved, asked, save_now = all_reduce(mine, self.engine.groups.world, ReduceOp.MAX).tolist()
+        self.asked, self.save_now.asked = int(asked), bool(save_now)
         return allocated, reserved
 
     def resume(self) -> Resumed:
         """Load the checkpoint that the run file asks for."""
         if self.first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / STOPPED_FILE).unlink(missing_ok=True)
             self.timeline = Timeline(self.folder)
         self.timeline.add("start", 0, at=self.rank.process.started_at)
         begin = time.monotonic()
         self.watch.enter("loading", 0, in_step=False)
-        resumed = resume(self.resolved, self.prepared, self.engine, self.saver.group)
+        resumed = resume(self.resolved, self.prepared, self.engine, self.saver.group, self.rank.owner)
         self.saver.bad |= resumed.bad.keys()
         if resumed.progress is not None:
             self.timeline.add("restore", resumed.progress.step, time.monotonic() - begin)
@@ -259,6 +268,7 @@ class _Training:
     def stopped(self, step: int, console: Console) -> int:
         """End here because the run was asked to, when all is on the disk; returns the exit code."""
         self.finish_saving(console)
+        self.check_saved()
         self.timeline.add("end", step)
         console.say(f"stopped   at step {step} by {signal_name(self.asked)}; the same command goes on from there")
         console.say(*self.where_time_went())
@@ -267,11 +277,24 @@ class _Training:
             (self.folder / STOPPED_FILE).write_text(json.dumps(said) + "\n", encoding="utf-8")
         return STOPPED
 
+    def tell_saves(self, console: Console) -> None:
+        """Say how the saves went that have ended by now; who asked for one sees it by the file that is gone."""
+        for saved in self.saver.news():
+            console.say(*saved.lines)
+            self.save_now.ended(saved.name)
+
     def finish_saving(self, console: Console) -> None:
         """Wait for the save that is under way, if one is."""
         self.watch.enter("saving", self.watch.step, in_step=False)
         self.saver.finish()
-        console.say(*(line for saved in self.saver.news() for line in saved.lines))
+        self.tell_saves(console)
+
+    def check_saved(self) -> None:
+        """See that the last save went well.
+
+        Raises:
+            RunFailed: it did not; why.
+        """
         if self.saver.unsaved is not None:
             raise RunFailed(self.saver.unsaved)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -66,6 +67,13 @@ def started_by_launcher() -> Process | None:
         if value >= size:
             raise InputError(Problem(name, value, f"must be below the {size} ranks that torchrun names beside it"))
     return Process(rank, world_size, local_rank, local_world_size)
+
+
+def end_launcher() -> None:
+    """Ask torchrun to end, where it would start the ranks again: a run that is given up would be refused each time."""
+    most, made = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    if "TORCHELASTIC_RUN_ID" in os.environ and made < most:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def let_segments_grow() -> None:

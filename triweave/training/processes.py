@@ -28,10 +28,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from triweave.config.schema import RuntimeConfig
-from triweave.errors import InputError, Problem, RunFailed, TriweaveError
+from triweave.errors import GivenUp, InputError, Problem, RunFailed, TriweaveError
 from triweave.recovery.self_check import together
 from triweave.recovery.stop import REPEAT_S, STOP_SIGNALS
-from triweave.training.process import GRACE_S, Process, let_the_first_rank_speak
+from triweave.training.process import GRACE_S, Process, end_launcher, let_the_first_rank_speak
 
 SETTLE_S = 0.5
 """Time in which ranks that fail because another did are heard too, so that the first of them is told."""
@@ -135,12 +135,19 @@ class Ending:
     """Whether triweave raised the error on purpose; then other ranks are likely to say the same."""
     is_consequence: bool = False
     """Whether the rank only lost a peer: what ended the peer is the thing to tell."""
+    is_last: bool = False
+    """Whether the run is not to be started again."""
     time_s: float = field(default_factory=time.monotonic)
     """When: one clock for all processes of a host."""
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[[Process], int], *, stoppable: bool = False, started_at: float | None = None
+    num_ranks: int,
+    function: Callable[[Process], int],
+    *,
+    stoppable: bool = False,
+    started_at: float | None = None,
+    heard: Callable[[int, str, Sequence[int]], None] = lambda code, message, pids: None,
 ) -> int:
     """Run `function` on `num_ranks` processes of this host and return the exit code of the run.
 
@@ -153,6 +160,8 @@ def run_ranks(
         stoppable: whether it listens to `stop_requests`. Then this process hands stop signals on, and only a second
             one ends the run at once.
         started_at: when the run began, in seconds since the epoch; None is now.
+        heard: is told at the end, where there are several ranks: exit code, message (empty if there is none), and the
+            process ids of the ranks.
     """
     started_at = time.time() if started_at is None else started_at
     if num_ranks == 1:
@@ -177,13 +186,15 @@ def run_ranks(
                     rank.start()
                     tell.close()
                     ranks[told] = rank
-            return _wait_for(ranks)
+            code, message = _wait_for(ranks)
         except KeyboardInterrupt:
-            return 130
+            code, message = 130, ""
         except _StopAtOnce as stop:
-            return 128 + stop.number
+            code, message = 128 + stop.number, ""
         finally:
             _end(list(ranks.values()))
+        heard(code, message, [rank.pid for rank in ranks.values() if rank.pid is not None])
+        return code
 
 
 def run_as_rank(process: Process, function: Callable[[Process], int]) -> int:
@@ -199,6 +210,8 @@ def run_as_rank(process: Process, function: Callable[[Process], int]) -> int:
             let_the_first_rank_speak()
         print(f"error: {ending.message}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+        if ending.is_last:
+            end_launcher()
         os._exit(ending.code)
     return ending.code
 
@@ -211,15 +224,17 @@ def _ending_of(function: Callable[[Process], int], process: Process) -> Ending:
     try:
         return Ending(function(process))
     except TriweaveError as error:
-        return Ending(error.exit_code, str(error), is_consequence=_lost_a_peer(error))
+        is_last = isinstance(error, GivenUp)
+        return Ending(error.exit_code, str(error), is_consequence=lost_a_peer(error), is_last=is_last)
     except KeyboardInterrupt:
         return Ending(130, f"rank {process.rank} was interrupted")
     except Exception as error:
         message = f"rank {process.rank} failed\n{traceback.format_exc().rstrip()}"
-        return Ending(1, message, foreseen=False, is_consequence=_lost_a_peer(error))
+        return Ending(1, message, foreseen=False, is_consequence=lost_a_peer(error))
 
 
-def _lost_a_peer(error: Exception) -> bool:
+def lost_a_peer(error: Exception) -> bool:
+    """Whether all that an error says is that another rank is gone: what ended that one is the thing to tell."""
     return _LOST_PEER.search(str(error)) is not None
 
 
@@ -316,8 +331,8 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _wait_for(ranks: Mapping[Connection, BaseProcess]) -> int:
-    """Wait until all ranks are done or one has failed; tell what failed first and return its code.
+def _wait_for(ranks: Mapping[Connection, BaseProcess]) -> tuple[int, str]:
+    """Wait until all ranks are done or one has failed; tell what failed first and return its code and message.
 
     A rank that ends with a code and no message has not failed: the run's answer is its code.
     """
@@ -335,10 +350,10 @@ def _wait_for(ranks: Mapping[Connection, BaseProcess]) -> int:
                 deadline = min(deadline, time.monotonic() + _patience_s(ending))
             answer = answer or ending.code
     if not failures:
-        return answer
+        return answer, ""
     first = min(failures, key=lambda ending: (ending.is_consequence, ending.time_s))
     print(f"error: {first.message}", file=sys.stderr, flush=True)
-    return first.code
+    return first.code, first.message
 
 
 def _patience_s(ending: Ending) -> float:

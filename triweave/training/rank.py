@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from triweave.checkpoint.run_lock import claimed
+from triweave.checkpoint.owner import Owner
 from triweave.config.validate import ResolvedRun
 from triweave.data.cache import PreparedData
 from triweave.errors import RunFailed
@@ -24,9 +22,11 @@ from triweave.recovery.out_of_memory import explain_out_of_memory, is_out_of_mem
 from triweave.recovery.self_check import LIMIT_S, check_groups, together
 from triweave.recovery.stop import StopRequest, stop_requests
 from triweave.recovery.watch import Watch, watching
+from triweave.training.claim import claimed_run
+from triweave.training.endings import noted, noting_leave
 from triweave.training.grid_map import Place, gather_places
 from triweave.training.process import Process
-from triweave.training.processes import choose_device, meet, process_group
+from triweave.training.processes import choose_device, lost_a_peer, meet, process_group
 from triweave.training.rank_order import check_rank_order
 
 
@@ -44,6 +44,8 @@ class Rank:
     """In which the others answer."""
     places: tuple[Place, ...]
     """Of all ranks on rank 0, on the others their own."""
+    owner: Owner | None
+    """Who the run is, on rank 0: what it saves names it."""
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """Say which ranks are missing when `what`, that all ranks do in the block, fails for want of them."""
@@ -78,6 +80,8 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
 
     Raises:
         RunFailed: a rank is missing or differs, or memory has run out in the block.
+        GivenUp: the run has started so often without a new step that it is not to start again.
+        InputError: another job holds the run's folder or its checkpoints, or those are another run's.
     """
     runtime = resolved.run.runtime
     device = choose_device(runtime, process)
@@ -85,28 +89,33 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
         # cuBLAS asks for a fixed workspace before it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    # By the rank that writes there; the lock goes with it, whatever ends it.
-    folder = Path(resolved.run.output_dir)
-    lock = claimed(folder, functools.partial(print, file=sys.stderr)) if process.rank == 0 else nullcontext()
-    with stop_requests() as stop, lock:
+    folder, facts = Path(resolved.run.output_dir), facts_of(resolved, prepared.summary.fingerprint, device)
+    with stop_requests() as stop, ExitStack() as held:
+        owner = None
+        if process.rank == 0:
+            # By the rank that writes there; the lock goes with it, whatever ends it.
+            owner = held.enter_context(claimed_run(resolved.run, facts))
+            held.enter_context(noted(folder, process, lost_a_peer))
         meeting = meet(process, runtime.timeout_s)
         check_rank_order(meeting, process, resolved)
-        facts = facts_of(resolved, prepared.summary.fingerprint, device)
         check_same(meeting, process.rank, process.world_size, facts, runtime.timeout_s)
+        if process.rank != 0:
+            # Not before: now rank 0 holds the folder and has written this start down.
+            held.enter_context(noted(folder, process, lost_a_peer))
         places = gather_places(meeting, process, device, runtime.timeout_s)
         watch = Watch(
             process.rank,
             process.world_size,
             # A connection of its own: the main thread may hold the other one up.
             None if meeting is None else meeting.clone(),  # type: ignore[attr-defined]
-            process.leave,
+            noting_leave(folder, process),
             step_limit_s=runtime.hang_timeout_s or runtime.timeout_s,
             other_limit_s=runtime.timeout_s,
             store_keeper=process.store_keeper,
         )
         with watching(watch), process_group(process, device, runtime.collective_timeout_s, meeting):
             try:
-                yield Rank(process, device, stop, watch, meeting, runtime.timeout_s, places)
+                yield Rank(process, device, stop, watch, meeting, runtime.timeout_s, places, owner)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from triweave.checkpoint.agreement import from_first
 from triweave.checkpoint.kept import damage, damage_at_a_glance, found
+from triweave.checkpoint.owner import Owner, writer_of
 from triweave.checkpoint.places import locate, open_store
 from triweave.checkpoint.store import Store
 from triweave.config.schema import Run
@@ -45,11 +46,13 @@ def clean_up(store: Store) -> None:
         raise RunFailed(f"cannot tidy {store.where}: {error.strerror or error}") from None
 
 
-def resume(resolved: ResolvedRun, prepared: PreparedData, engine: Engine, group: Group) -> Resumed:
+def resume(
+    resolved: ResolvedRun, prepared: PreparedData, engine: Engine, group: Group, owner: Owner | None = None
+) -> Resumed:
     """Load the checkpoint that the run file asks for. All ranks of `group` call it together.
 
     Every byte of a checkpoint is read and compared before any of it is used. With `resume: auto` a damaged one is
-    passed over for the one before.
+    passed over for the one before, and so is another run's (`owner` says on rank 0 who this one is).
 
     Raises:
         InputError: the one that was asked for is damaged, or there are checkpoints and none of them is whole.
@@ -64,8 +67,9 @@ def resume(resolved: ResolvedRun, prepared: PreparedData, engine: Engine, group:
         return Resumed(load_checkpoint(run.resume, engine))
     resumed = Resumed()
     # One rank lists and all follow: two hosts may see a shared disk differently.
-    for name in from_first(found(store) if group.rank == 0 else None, group):
-        problem = damage(store, name, group)
+    listed = [(name, _is_foreign(store, name, owner)) for name in found(store)] if group.rank == 0 else None
+    for name, is_foreign in from_first(listed, group):
+        problem = "is of another run" if is_foreign else damage(store, name, group)
         if problem is None:
             source = f"{store.where}/{name}"
             check_same_run(source, resolved, prepared)
@@ -135,6 +139,10 @@ def check_same_run(source: str, resolved: ResolvedRun, prepared: PreparedData) -
         )
     if problems:
         raise InputError(problems)
+
+
+def _is_foreign(store: Store, name: str, owner: Owner | None) -> bool:
+    return owner is not None and not owner.owns(writer_of(store, name))
 
 
 def _none_is_whole(store: Store, damages: dict[str, str]) -> InputError:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from triweave.checkpoint.agreement import gather
 from triweave.checkpoint.host_copy import HostCopy, available_host_bytes, host_key
 from triweave.checkpoint.kept import name_of, retire
+from triweave.checkpoint.owner import Owner
 from triweave.checkpoint.store import Store
 from triweave.errors import RunFailed
 from triweave.groups import Group, Groups
@@ -61,6 +62,7 @@ class Saver:
         engine: Engine,
         keep: int,
         asynchronous: Literal["auto", "off"] = "off",
+        owner: Owner | None = None,
     ) -> None:
         """Ask all ranks whether there is room for copies of their states, and make it.
 
@@ -69,6 +71,7 @@ class Saver:
             engine: what is saved.
             keep: how many.
             asynchronous: `auto` writes beside training if all hosts have room for the copies.
+            owner: the run that the checkpoints name, on rank 0.
         """
         self.failed = 0
         """Saves that failed."""
@@ -76,7 +79,7 @@ class Saver:
         """Why the last save failed, None if it did not."""
         self.bad: set[str] = set()
         """Checkpoints that were found damaged: they do not count as kept."""
-        self._store, self._engine, self._keep = store, engine, keep
+        self._store, self._engine, self._keep, self._owner = store, engine, keep, owner
         self.group = saving_group(engine.groups)
         self._copy = _copy_of(engine, self.group) if asynchronous == "auto" else None
         self._thread = ThreadPoolExecutor(1, "saver") if self._copy is not None else None
@@ -133,7 +136,7 @@ class Saver:
         name = name_of(snapshot.progress.step)
         problem = remark = None
         try:
-            write_snapshot(self._store, snapshot, self.group)
+            write_snapshot(self._store, snapshot, self.group, self._owner)
         except RunFailed as error:
             problem = str(error)
         # A peer that is gone, a thread that cannot start: nothing that a save meets may end training by itself.

@@ -34,6 +34,8 @@ class Job:
     """Work of one process before the ranks meet."""
     stoppable: bool = False
     """Whether `rank` listens to `stop_requests`."""
+    heard: Callable[[ResolvedRun, int, str, Sequence[int]], None] = lambda resolved, code, message, pids: None
+    """Told the end of ranks that were started here, as `run_ranks` tells it."""
 
 
 def start(
@@ -90,7 +92,8 @@ def start(
         todo.before(resolved, prepared)
     rank = functools.partial(todo.rank, resolved, prepared)
     if launched is None:
-        return run_ranks(world_size, rank, stoppable=todo.stoppable, started_at=begun)
+        heard = functools.partial(todo.heard, resolved)
+        return run_ranks(world_size, rank, stoppable=todo.stoppable, started_at=begun, heard=heard)
     return run_as_rank(launched, rank)
 
 
