@@ -70,13 +70,16 @@ class Hosts:
         """`ip` in a host."""
         _do("ip", "-n", self.space(name), *words)
 
-    def shape(self, name: str, mbit: int | None) -> None:
+    def shape(self, name: str, mbit: float | None) -> None:
         """Slow what a host sends down to `mbit` Mbit/s; None takes that away."""
         if mbit is None:
             with suppress(subprocess.CalledProcessError):
                 _do("tc", "-n", self.space(name), "qdisc", "del", "dev", "eth0", "root")
         else:
-            rate = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
+            # What a link has saved up while it was idle it sends at once: no more than 0.2 ms' worth, or a message of
+            # an activation's size would not be slowed at all. The queue holds more than all ranks send at once.
+            burst = max(16_000, round(25 * mbit))
+            rate = ("rate", f"{round(1e6 * mbit)}bit", "burst", str(burst), "latency", "1s")
             _do("tc", "-n", self.space(name), "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
 
     def start(

@@ -64,7 +64,7 @@ def torchrun(num_hosts: int, node: int, per_host: int, words: Sequence[str]) -> 
     """The command of one host: static rendezvous, ranks numbered as given."""
     meeting = ("--master-addr", "h1", "--master-port", str(PORT))
     counts = ("--nnodes", str(num_hosts), "--node-rank", str(node), "--nproc-per-node", str(per_host))
-    return [sys.executable, "-m", "torch.distributed.run", *counts, *meeting, "-m", "triweave", *words]
+    return [sys.executable, "-m", "torch.distributed.run", *counts, *meeting, *words]
 
 
 def over_hosts(
@@ -74,6 +74,7 @@ def over_hosts(
     folder: Path,
     log: str,
     env: Mapping[int, Mapping[str, str]] | None = None,
+    program: Sequence[str] = ("-m", "triweave"),
 ) -> tuple[int, str]:
     """triweave under torchrun on every host; the first host's exit code and standard output.
 
@@ -84,13 +85,14 @@ def over_hosts(
         folder: where it runs; logs of the hosts stay there.
         log: beginning of their names.
         env: more variables of a host, by its number from 1.
+        program: what torchrun starts, before `words`.
     """
     started = []
     for number in range(1, hosts.count + 1):
         out = folder / f"{log}-h{number}.log"
         out.unlink(missing_ok=True)
         variables = {**environment(), **(env or {}).get(number, {})}
-        command = torchrun(hosts.count, number - 1, per_host, words)
+        command = torchrun(hosts.count, number - 1, per_host, (*program, *words))
         started.append(hosts.start(f"h{number}", command, cwd=folder, env=variables, out=out))
     try:
         codes = [process.wait(timeout=500) for process in started]
