@@ -3,7 +3,7 @@
 python -m torch.distributed.run ... bench/engines/card.py PROFILE.yaml train run.yaml
 
 Eight ranks on two cores take each other's time, which eight GPUs do not. So everything is computed, and a rank then
-waits as if a GPU did it: a product begins when the one before has ended and what it needs from other ranks has come, and
+waits as if a GPU did it: a product begins when the one before has ended and what other ranks send for it has come, and
 lasts as long as the profile says; what is between products costs nothing as long as the host keeps up. Schedule,
 messages and collectives are the trainer's own.
 """
@@ -72,9 +72,7 @@ def product_of(a: Tensor, b: Tensor) -> Product:
 
 def seconds_of(profile: Profile) -> dict[Product, float]:
     """The profile's products."""
-    return {
-        (table.operands, m, n, k): seconds for table in profile.matmul for m, n, k, seconds in table.m_n_k_seconds
-    }
+    return {(table.operands, m, n, k): seconds for table in profile.matmul for m, n, k, seconds in table.m_n_k_seconds}
 
 
 if __name__ == "__main__":

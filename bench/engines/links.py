@@ -1,16 +1,17 @@
 """Steps over links at full speed, a tenth and a hundredth, with tensor parallelism inside hosts and across them.
 
-What is predicted is predicted by the functions of `triweave plan`, from a cluster file (hosts, ranks of a host, speed
-of its link) and a machine profile. The profile holds the products of the card that ranks are given (`card.py`), and what
-`triweave doctor` measured of links: inside hosts and the latency between them at full speed, and which share of a
-link's speed messages reach, at a tenth. Nothing is measured at a hundredth, and no step is.
+The prediction is made by the functions of `triweave plan`, from a cluster file (hosts, ranks of a host, speed of its
+link) and a machine profile. That holds the products of the card which ranks stand in for (`card.py`), and what was
+measured of links as `triweave probe` does it (`speeds.py`): sums in a host and latencies at full speed, and which share
+of a link's speed messages reach, at a tenth. For the prediction nothing is measured at a hundredth, and no step.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,15 @@ from triweave.probe.shapes import linear_layers, products_of
 HOSTS, PER_HOST = 4, 2
 SEQ, HIDDEN, LAYERS, MICRO_BATCHES, STEPS = 512, 256, 4, 6, 5
 ACTIVATION = 2 * SEQ * HIDDEN
-FIRST = 1
-"""Steps that are left out: the first makes connections."""
+LEFT_OUT = 1
+"""Steps at each speed that do not count: in the first connections are made, or the links change."""
 CARD = "a100-pcie-40gb"
 """The catalogue's name of a card of which the planner knows no speeds: all of them come from the profile."""
 FLOPS = 2e9
 """A second, of that card."""
-DIVISORS = (None, 10, 100)
 
-GLOO = replace(TRIWEAVE, name="triweave on gloo", rings=True, piece_tokens=0, links=1.0, slowdown=0.0)
-"""The trainer on CPUs: sums are rings of all ranks, products are whole, and waiting costs the card nothing."""
+GLOO = replace(TRIWEAVE, name="triweave on gloo", rings=True, links=1.0, slowdown=0.0)
+"""The trainer on CPUs: sums are rings of all ranks, reach the full speed of links, and cost products nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +96,18 @@ def steps(hosts: Hosts, folder: Path) -> Iterator[str]:
         f"An activation of {ACTIVATION >> 10} KiB is summed inside a host at {full.within_bytes_per_s / 1e6:.0f} MB/s;"
         f" a host's link carries {full.across_bytes_per_s / 1e6:.0f} MB/s, and of a shaped one {100 * share:.0f} %.\n"
     )
-    yield "| layout | links, Mbit/s | step measured, s | of 4 steps, s | predicted, s | off | of it tp, s | pp, s |"
+    yield "| layout | links, Mbit/s | step measured, s | least to most, s | predicted, s | off | of it tp, s | pp, s |"
     yield "|---|---|---|---|---|---|---|---|"
+    rates = [None, tenth, tenth / 10]
     for grid in GRIDS:
-        for divisor in DIVISORS:
-            rate = None if divisor is None else full.within_bytes_per_s / divisor
-            shape(hosts, rate)
-            speed = "full" if rate is None else f"{8e-6 * rate:.0f}"
-            times, problem = measured(hosts, folder, grid, speed)
-            if problem:
-                yield f"| {grid.name} | {speed} | failed: {problem} | | | | | |"
-                continue
+        for rate, times in zip(rates, measured(hosts, folder, grid, rates), strict=True):
             told = predicted(folder, grid, rate or full.across_bytes_per_s / share)
             step = statistics.median(times)
             off = 100 * (told.step_s / step - 1)
             parts = f"{told.breakdown.tensor_parallel:.2f} | {told.breakdown.pipeline:.2f}"
             span = f"{min(times):.2f} to {max(times):.2f}"
+            speed = "full" if rate is None else f"{8e-6 * rate:.0f}"
             yield f"| {grid.name} | {speed} | {step:.3f} | {span} | {told.step_s:.3f} | {off:+.1f} % | {parts} |"
-    shape(hosts, None)
 
 
 def shape(hosts: Hosts, bytes_per_s: float | None) -> None:
@@ -155,9 +149,7 @@ def write_profile(folder: Path, full: Links, port: float, share: float) -> None:
             CollectiveCurve("all_reduce", PER_HOST, "node", full.host),
             CollectiveCurve("all_reduce", 2, "cluster", full.pairs),
         ),
-        point_to_point=(
-            LinkCurve("cluster", ((4, latency), (ACTIVATION, ACTIVATION * PER_HOST / (share * port)))),
-        ),
+        point_to_point=(LinkCurve("cluster", ((4, latency), (ACTIVATION, ACTIVATION * PER_HOST / (share * port)))),),
     )
     (folder / "profile.yaml").write_text(profile_text(profile), encoding="utf-8")
 
@@ -180,23 +172,41 @@ def tables(spec: ModelSpec) -> tuple[MatmulTable, ...]:
     )
 
 
-def measured(hosts: Hosts, folder: Path, grid: Grid, label: str) -> tuple[list[float], str]:
-    """Seconds of steps; what went wrong, where something did."""
-    name = f"tp{grid.keys['tp']}-{label}"
+def measured(hosts: Hosts, folder: Path, grid: Grid, rates: Sequence[float | None]) -> list[list[float]]:
+    """Seconds of steps at each speed of the links, which are shaped while the run goes on.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    name = f"tp{grid.keys['tp']}"
     run = write_run(
         folder,
         name,
         model={"dtype": "bfloat16"},
         data={"seq_len": SEQ, "packing": False},
         layout=grid.keys,
-        train={"steps": STEPS, "global_batch": MICRO_BATCHES},
+        train={"steps": STEPS * len(rates), "global_batch": MICRO_BATCHES},
     )
+    metrics = folder / name / "metrics.jsonl"
+
+    def reshape(running: Callable[[], bool]) -> None:
+        for number, rate in enumerate(rates):
+            while running() and len(lines_of(metrics)) < number * STEPS:
+                time.sleep(0.05)
+            shape(hosts, rate)
+
+    shape(hosts, rates[0])
     card = (str(Path(__file__).parent / "card.py"), "profile.yaml")
-    code, said = over_hosts(hosts, PER_HOST, ("train", run.name), folder, "train", program=card)
+    code, said = over_hosts(hosts, PER_HOST, ("train", run.name), folder, "train", program=card, meanwhile=reshape)
     if code != 0:
-        return [], " ".join(said[-300:].split())
-    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["step_s"] for line in lines[FIRST:]], ""
+        raise RuntimeError(said[-1000:])
+    times = [json.loads(line)["step_s"] for line in lines_of(metrics)]
+    return [times[first + LEFT_OUT : first + STEPS] for first in range(0, len(times), STEPS)]
+
+
+def lines_of(path: Path) -> list[str]:
+    """Of a file that may not be there yet."""
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def predicted(folder: Path, grid: Grid, bytes_per_s: float) -> StepTime:

@@ -1,6 +1,6 @@
 """The sbatch file of `triweave launch` on a real Slurm: five hosts with made-up GPUs, four of them in the job, gloo.
 
-python bench/engines/slurm.py                           # as root; 4 hosts x 8 ranks, as the file of a 4x8 cluster has it
+python bench/engines/slurm.py                           # as root; 4 hosts x 8 ranks, the file of a 4x8 cluster
 python bench/engines/slurm.py --gpus 2                  # 8 ranks
 
 Needs slurmctld, slurmd, munged and the client (Debian: slurmctld slurmd slurm-client munge). Four jobs of one run:
@@ -211,7 +211,8 @@ def batch_host_unplugged(slurm: Slurm, folder: Path, gpus: int) -> str:
 
 def _unplugged(slurm: Slurm, folder: Path, name: str, gpus: int, host_of: Callable[[str], str]) -> str:
     job = submit(slurm, folder, name, gpus)
-    wait_until(lambda: steps_done(folder, name) > EVERY, PATIENCE_S)
+    # A checkpoint is written beside training: the first is whole when the second is begun.
+    wait_until(lambda: steps_done(folder, name) > 2 * EVERY, PATIENCE_S)
     host = host_of(job)
     slurm.hosts.unplug(host)
     row = finish(slurm, folder, name, job, steps_of(gpus))
@@ -225,7 +226,7 @@ def alone(slurm: Slurm, folder: Path, gpus: int) -> str:
 
 
 def main() -> int:
-    """Run the three jobs; returns 1 if their weights differ or one did not end well."""
+    """Run the four jobs; returns 1 if weights differ, or one did not end well or go on from its checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=8, help="of a host: 2 or 8")
     options = parser.parse_args()
@@ -250,7 +251,8 @@ def main() -> int:
                     for log in sorted((folder / job.__name__).glob("slurm-*.out")):
                         print(log.read_text(encoding="utf-8")[-2000:], file=sys.stderr)
     digests = {row.split("|")[5].strip() for row in rows}
-    return 0 if len(digests) == 1 and "none" not in digests else 1
+    resumed = all("resumed" in row for row in rows[1:])
+    return 0 if len(digests) == 1 and "none" not in digests and resumed else 1
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-
 from card import go_first
 
 from triweave.collectives import all_reduce

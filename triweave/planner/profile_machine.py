@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from triweave.cluster import CATALOGUE, Cluster, Gpu
 from triweave.errors import InputError, Problem, closest
-from triweave.planner.machine import MACHINES, Attention, Curve, Machine, Matmul, Trainer, machine_of
+from triweave.planner.machine import MACHINES, Attention, Curve, Machine, Matmul, Trainer
 from triweave.planner.profile import Collective, Point, Profile, Span, read_profile
 from triweave.planner.profile_layers import with_layers
 
