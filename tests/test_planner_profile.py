@@ -36,6 +36,7 @@ from triweave.planner.time_matmul import matmul_s
 
 SHIPPED = Path(triweave.__file__).parent / "planner" / "profiles"
 ONE_NODE = parse_cluster("1x2xh200-141gb")
+TWO_NODES = parse_cluster("2x1xh200-141gb")
 FSDP = Layout(dp=2, shard="full", layers=(32,))
 
 SECONDS = st.floats(1e-6, 10, allow_nan=False)
@@ -83,6 +84,7 @@ PROFILES = st.builds(
     layers=st.lists(st.tuples(*[st.integers(1, 9)] * 8, *[SECONDS] * 2), max_size=2).map(tuple),
     launch_seconds=st.none() | st.floats(0, 1),
     power_limit_watts=st.none() | st.floats(1, 1000),
+    nic_gbit_per_s=st.none() | st.floats(1, 1000),
 )
 
 
@@ -114,6 +116,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, profi
         ("[4096, 1280, 8192, 0.000154]", "[4096, 1280, 0.000154]", ["matmul[0].m_n_k_seconds", "4 "]),
         ("[4096, 1280, 8192, 0.000154]", "[4096, 1280, 8192, -0.000154]", ["matmul[0].m_n_k_seconds[0]", "above 0"]),
         ('kind: "all_reduce"', 'kind: "all_reduced"', ["all_reduced", "nearest: all_reduce"]),
+        ("version: 2", "version: 2\nnic_gbit_per_s: 0.0", ["nic_gbit_per_s = 0.0", "above 0"]),
         ("ranks: 2", "ranks: 1", ["collectives[0].ranks = 1", "at least 2"]),
         ("[1048576, 3.9e-05]", "[104857600, 3.9e-05]", ["collectives[0].bytes_seconds", "smaller to larger"]),
     ],
@@ -158,6 +161,35 @@ def test_a_profile_gives_back_what_was_measured(shipped: Profile) -> None:
         assert all_reduce_s(machine, GroupShape(2, 2), size) == pytest.approx(seconds)
     for size, seconds in shipped.point_to_point[0].bytes_seconds:
         assert send_s(machine, size, crosses_nodes=False) == pytest.approx(seconds)
+
+
+def test_what_was_measured_between_nodes_is_priced(shipped: Profile) -> None:
+    """A message and a small sum over two nodes take what was measured, over the port that they were measured on."""
+    size, seconds = 2**26, 2**26 / 20e9
+    own = replace(
+        shipped,
+        nic_gbit_per_s=200,
+        point_to_point=(LinkCurve("cluster", ((4, 3e-5), (size, seconds))),),
+        collectives=(*shipped.collectives, CollectiveCurve("all_reduce", 2, "cluster", ((4, 8e-5),))),
+    )
+    like_it = replace(TWO_NODES, gpu=replace(TWO_NODES.gpu, nic_bandwidth=25e9))
+    machine = machine_from_profile(own, like_it)
+    assert send_s(machine, size, crosses_nodes=True) == pytest.approx(seconds + 3e-5, rel=1e-3)
+    assert send_s(machine, 4, crosses_nodes=True) == pytest.approx(3e-5, rel=1e-3)
+    assert all_reduce_s(machine, GroupShape(2, 1), 4) == pytest.approx(8e-5, rel=1e-3)
+    # A link of half the speed takes twice as long, whether or not anything else is known of such a card.
+    half = replace(like_it, gpu=replace(like_it.gpu, nic_bandwidth=12.5e9))
+    slower = machine_from_profile(own, half)
+    assert send_s(slower, size, crosses_nodes=True) == pytest.approx(2 * seconds + 3e-5, rel=1e-3)
+
+
+def test_the_network_of_a_cluster_file_reaches_a_card_that_only_a_profile_knows(shipped: Profile) -> None:
+    """Of a GPU without speeds of its own the network is the cluster's too."""
+    cluster = parse_cluster("2x2xa100-pcie-80gb")
+    slow = replace(cluster, gpu=replace(cluster.gpu, nic_bandwidth=cluster.gpu.nic_bandwidth / 10), rails=1)
+    own = replace(shipped, gpu="a100-pcie-80gb")
+    usual, slower = (machine_from_profile(own, one).nic_bytes_per_s for one in (cluster, slow))
+    assert usual == pytest.approx(20 * slower)
 
 
 def test_an_empty_profile_changes_nothing(shipped: Profile) -> None:

@@ -10,11 +10,13 @@ import time
 
 import pytest
 
+from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
 from triweave.errors import InputError
 from triweave.layout import Layout, Recompute, Shard, even_layers
 from triweave.model_spec import ModelSpec
-from triweave.planner.machine import MACHINES
+from triweave.planner.machine import MACHINES, machine
+from triweave.planner.time_actions import action_costs
 from triweave.planner.time_layer import layer_work
 from triweave.planner.time_listing import layer_operations
 from triweave.planner.time_operations import Kernel, moved
@@ -237,6 +239,24 @@ def test_tensor_parallel_across_nodes_is_priced() -> None:
     inside, across = predicted(), predicted(tp=16, pp=2)
     assert across.breakdown.tensor_parallel > 2 * inside.breakdown.tensor_parallel
     assert across.step_s > inside.step_s
+
+
+def test_messages_are_whole_without_sequence_parallelism() -> None:
+    """As the trainer sends them: `[seq/tp, batch, hidden]` with it, `[seq, batch, hidden]` on every rank without."""
+    layout = Layout(tp=2, pp=2, sequence_parallel=True, layers=(16, 16))
+    cut, whole = (
+        action_costs(
+            find_model("llama-3.1-8b"),
+            dataclasses.replace(layout, sequence_parallel=sequence_parallel),
+            parse_cluster("2x2xh200-141gb"),
+            seq_len=4096,
+            global_batch=4,
+        )
+        for sequence_parallel in (True, False)
+    )
+    network = machine("h200-141gb")
+    sent = (whole.transfer_s - cut.transfer_s) * network.nic_bytes_per_s * network.nic_efficiency
+    assert sent == pytest.approx(2 * 4096 * 4096 / 2)
 
 
 def test_head_imbalance_is_waited_for() -> None:

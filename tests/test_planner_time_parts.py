@@ -106,6 +106,16 @@ def test_crossing_nodes_costs() -> None:
     assert one < two < sparse
 
 
+def test_a_ring_sends_more_over_a_nodes_port_than_a_tree() -> None:
+    """Four ranks on two nodes: each node sends 2(n - 1)/n of a sum, n being nodes of a tree and ranks of a ring."""
+    size = 1024.0 * MIB
+    group = GroupShape(4, 2)
+    tree, ring = all_reduce_s(A100, group, size), all_reduce_s(A100, group, size, rings=True)
+    assert ring / tree == pytest.approx((2 * 3 / 4) / (2 * 1 / 2), rel=0.01)
+    one_each = GroupShape(2, 1)
+    assert all_reduce_s(A100, one_each, size, rings=True) == all_reduce_s(A100, one_each, size)
+
+
 def test_reduce_scatter_and_gather_make_an_all_reduce() -> None:
     """A reduce-scatter takes a little more than half of an all-reduce of the same tensor (it moves half as much)."""
     group, size = GroupShape(8, 8), 512.0 * MIB

@@ -17,6 +17,7 @@ from types import TracebackType
 
 NET = "10.77.0"
 HEAD = "head"
+_ENDINGS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Hosts:
@@ -28,8 +29,17 @@ class Hosts:
         self.running: dict[str, list[subprocess.Popen[bytes]]] = {}
 
     def __enter__(self) -> Hosts:
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _make(self) -> None:
         # Whoever ends a bench by a signal must not leave its hosts behind.
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        for number in _ENDINGS:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
         self._clear()
         names = {f"{NET}.{number}": name for number, name in self.numbered()}
         table = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in names.items())
@@ -51,12 +61,16 @@ class Hosts:
             self.ip(name, "addr", "add", f"{NET}.{number}/24", "dev", "eth0")
             self.ip(name, "link", "set", "eth0", "up")
             self.ip(HEAD, "link", "set", f"p{number}", "master", "br0", "up")
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # A second signal, as from an impatient hand, must not stop what clears up after the first.
+        for number in _ENDINGS:
+            signal.signal(number, signal.SIG_IGN)
         for name in list(self.running):
             self.unplug(name)
         self._clear()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def numbered(self) -> list[tuple[int, str]]:
         """Last number of the address, and name, the head first."""
@@ -70,13 +84,16 @@ class Hosts:
         """`ip` in a host."""
         _do("ip", "-n", self.space(name), *words)
 
-    def shape(self, name: str, mbit: int | None) -> None:
+    def shape(self, name: str, mbit: float | None) -> None:
         """Slow what a host sends down to `mbit` Mbit/s; None takes that away."""
         if mbit is None:
             with suppress(subprocess.CalledProcessError):
                 _do("tc", "-n", self.space(name), "qdisc", "del", "dev", "eth0", "root")
         else:
-            rate = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
+            # What a link has saved up while it was idle it sends at once: no more than 0.2 ms' worth, or a message of
+            # an activation's size would not be slowed at all. The queue holds more than all ranks send at once.
+            burst = max(16_000, round(25 * mbit))
+            rate = ("rate", f"{round(1e6 * mbit)}bit", "burst", str(burst), "latency", "1s")
             _do("tc", "-n", self.space(name), "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
 
     def start(

@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def torchrun(num_hosts: int, node: int, per_host: int, words: Sequence[str]) -> 
     """The command of one host: static rendezvous, ranks numbered as given."""
     meeting = ("--master-addr", "h1", "--master-port", str(PORT))
     counts = ("--nnodes", str(num_hosts), "--node-rank", str(node), "--nproc-per-node", str(per_host))
-    return [sys.executable, "-m", "torch.distributed.run", *counts, *meeting, "-m", "triweave", *words]
+    return [sys.executable, "-m", "torch.distributed.run", *counts, *meeting, *words]
 
 
 def over_hosts(
@@ -73,7 +73,11 @@ def over_hosts(
     words: Sequence[str],
     folder: Path,
     log: str,
+    *,
     env: Mapping[int, Mapping[str, str]] | None = None,
+    before: Mapping[int, str] | None = None,
+    program: Sequence[str] = ("-m", "triweave"),
+    meanwhile: Callable[[Callable[[], bool]], None] | None = None,
 ) -> tuple[int, str]:
     """triweave under torchrun on every host; the first host's exit code and standard output.
 
@@ -84,14 +88,21 @@ def over_hosts(
         folder: where it runs; logs of the hosts stay there.
         log: beginning of their names.
         env: more variables of a host, by its number from 1.
+        before: a line of shell that a host runs first, by its number from 1; what it mounts that host alone sees.
+        program: what torchrun starts, before `words`.
+        meanwhile: called while they run, with what says whether they still do.
     """
     started = []
     for number in range(1, hosts.count + 1):
         out = folder / f"{log}-h{number}.log"
         out.unlink(missing_ok=True)
         variables = {**environment(), **(env or {}).get(number, {})}
-        command = torchrun(hosts.count, number - 1, per_host, words)
+        command = torchrun(hosts.count, number - 1, per_host, (*program, *words))
+        if before is not None and number in before:
+            command = ["sh", "-c", f'{before[number]} && exec "$@"', "sh", *command]
         started.append(hosts.start(f"h{number}", command, cwd=folder, env=variables, out=out))
+    if meanwhile is not None:
+        meanwhile(lambda: all(process.poll() is None for process in started))
     try:
         codes = [process.wait(timeout=500) for process in started]
     except subprocess.TimeoutExpired:

@@ -1,11 +1,11 @@
 """The sbatch file of `triweave launch` on a real Slurm: five hosts with made-up GPUs, four of them in the job, gloo.
 
-python bench/engines/slurm.py                           # as root; 4 hosts x 2 ranks
-python bench/engines/slurm.py --gpus 8                  # 32 ranks
+python bench/engines/slurm.py                           # as root; 4 hosts x 8 ranks, the file of a 4x8 cluster
+python bench/engines/slurm.py --gpus 2                  # 8 ranks
 
-Needs slurmctld, slurmd, munged and the client (Debian: slurmctld slurmd slurm-client munge). Three jobs of one run:
-left alone; warned before its time limit, saved and requeued; and with the plug of the batch host pulled, requeued by
-Slurm onto the spare. All must end with the same weights.
+Needs slurmctld, slurmd, munged and the client (Debian: slurmctld slurmd slurm-client munge). Four jobs of one run:
+left alone; warned before its time limit, saved and requeued; and with the plug of a host pulled, once the last and once
+the batch host, requeued by Slurm onto the spare. All must end with the same weights.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,9 @@ from hosts import HEAD, NET, Hosts, obstacle
 from job import environment, make_files, write_run
 
 NODES, SPARE = 4, 1
-STEPS, EVERY = 60, 5
-PATIENCE_S = 420
+EVERY, WARNING_S = 5, 60
+PATIENCE_S = 900
+"""For one state of a job: 32 ranks need a minute on two cores until all have met."""
 
 CONF = """\
 ClusterName=test
@@ -104,6 +106,11 @@ class Slurm:
         out = self.folder / f"{program}-{name}.out"
         self.hosts.start(name, (program, "-D"), cwd=self.folder, env=self.env, out=out)
 
+    def plug_in(self, name: str) -> None:
+        """Start a host again after its plug was pulled, and wait until Slurm has it back."""
+        self.daemon(name, "slurmd")
+        wait_until(lambda: self.ask("sinfo", "-h", "-n", name, "-o", "%T").strip() == "idle", 120)
+
     def ask(self, *words: str, cwd: Path | None = None) -> str:
         """What a client says on the head."""
         command = ("ip", "netns", "exec", self.hosts.space(HEAD), *words)
@@ -129,7 +136,12 @@ def wait_until(condition: Callable[[], bool], within_s: float) -> None:
         time.sleep(0.5)
 
 
-def submit(slurm: Slurm, folder: Path, name: str, limit: str, warning: int, gpus: int) -> str:
+def steps_of(gpus: int) -> int:
+    """Steps of the run: of few ranks they are short, and the warning must find it running."""
+    return 480 // gpus
+
+
+def submit(slurm: Slurm, folder: Path, name: str, gpus: int) -> str:
     """Write the run and its sbatch file, and submit it; returns the job's number."""
     write_run(
         folder,
@@ -137,12 +149,12 @@ def submit(slurm: Slurm, folder: Path, name: str, limit: str, warning: int, gpus
         cluster={},
         data={"seq_len": 64, "packing": False},
         layout={"tp": 2, "pp": NODES},
-        train={"steps": STEPS, "global_batch": 8 * gpus // 2},
+        train={"steps": steps_of(gpus), "global_batch": 8 * gpus // 2},
         checkpoint={"every_steps": EVERY, "export": True},
     )
     path = folder / f"{name}.yaml"
     path.write_text(path.read_text().replace('"cluster": {}', f'"cluster": "{NODES}x{gpus}xh100-80gb"'))
-    launch = ("launch", path.name, "--to", "slurm", "--time-limit", limit, "--warning", str(warning), "--force")
+    launch = ("launch", path.name, "--to", "slurm", "--time-limit", "01:00:00", "--warning", str(WARNING_S), "--force")
     command = (sys.executable, "-m", "triweave", *launch)
     subprocess.run(command, cwd=folder, env=slurm.env, check=True, capture_output=True, timeout=300)
     (folder / name).mkdir(exist_ok=True)
@@ -158,7 +170,7 @@ def steps_done(folder: Path, name: str) -> int:
     return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
 
 
-def finish(slurm: Slurm, folder: Path, name: str, job: str) -> str:
+def finish(slurm: Slurm, folder: Path, name: str, job: str, steps: int) -> str:
     """Wait for the end of a job; a row of how it came out."""
     ended = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED")
     begun = time.monotonic()
@@ -166,60 +178,81 @@ def finish(slurm: Slurm, folder: Path, name: str, job: str) -> str:
     state = slurm.state(job)
     weights = folder / name / "hf" / "model.safetensors"
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()[:12] if weights.exists() else "none"
+    log = "".join(path.read_text(encoding="utf-8") for path in (folder / name).glob("slurm-*.out"))
+    told = [" ".join(found) for found in re.findall(r"(resumed|stopped) +at step (\d+)", log)]
     ended_as = f"{state['JobState']}, restarts {state['Restarts']}, hosts {state['NodeList']}"
-    return (
-        f"| {name} | {ended_as} | {steps_done(folder, name)} of {STEPS} | {digest} | {time.monotonic() - begun:.0f} s |"
-    )
+    done = f"{steps_done(folder, name)} of {steps}"
+    return f"| {name} | {ended_as} | {done} | {', '.join(told)} | {digest} | {time.monotonic() - begun:.0f} s |"
 
 
 def warned(slurm: Slurm, folder: Path, gpus: int) -> str:
     """A time limit that the run does not keep: warned, saved, requeued, finished."""
-    job = submit(slurm, folder, "warned", "00:02:00", 45, gpus)
+    job = submit(slurm, folder, "warned", gpus)
+    wait_until(lambda: steps_done(folder, "warned") > EVERY, PATIENCE_S)
+    # How long a step takes here nobody knows before: the limit is brought forward, to the second minute that ends.
+    hours, minutes, seconds = map(int, slurm.state(job)["RunTime"].split(":"))
+    limit = -(-(3600 * hours + 60 * minutes + seconds + WARNING_S // 2) // 60)
+    slurm.ask("scontrol", "update", f"jobid={job}", f"TimeLimit={limit}")
     wait_until(lambda: int(slurm.state(job).get("Restarts", "0")) > 0, PATIENCE_S)
     # What is left may take its time.
     slurm.ask("scontrol", "update", f"jobid={job}", "TimeLimit=60")
-    return finish(slurm, folder, "warned", job)
+    return finish(slurm, folder, "warned", job, steps_of(gpus))
 
 
 def unplugged(slurm: Slurm, folder: Path, gpus: int) -> str:
-    """The batch host's plug is pulled after a checkpoint: Slurm requeues the job onto the spare."""
-    job = submit(slurm, folder, "unplugged", "01:00:00", 60, gpus)
-    wait_until(lambda: steps_done(folder, "unplugged") > EVERY, PATIENCE_S)
-    slurm.hosts.unplug(slurm.state(job)["BatchHost"])
-    return finish(slurm, folder, "unplugged", job)
+    """The plug of the job's last host is pulled after a checkpoint: Slurm requeues the job onto the spare."""
+    return _unplugged(slurm, folder, "unplugged", gpus, lambda job: f"h{NODES}")
+
+
+def batch_host_unplugged(slurm: Slurm, folder: Path, gpus: int) -> str:
+    """The same of the host on which the batch script runs, and rank 0."""
+    return _unplugged(slurm, folder, "batch_host_unplugged", gpus, lambda job: slurm.state(job)["BatchHost"])
+
+
+def _unplugged(slurm: Slurm, folder: Path, name: str, gpus: int, host_of: Callable[[str], str]) -> str:
+    job = submit(slurm, folder, name, gpus)
+    # A checkpoint is written beside training: the first is whole when the second is begun.
+    wait_until(lambda: steps_done(folder, name) > 2 * EVERY, PATIENCE_S)
+    host = host_of(job)
+    slurm.hosts.unplug(host)
+    row = finish(slurm, folder, name, job, steps_of(gpus))
+    slurm.plug_in(host)
+    return row
 
 
 def alone(slurm: Slurm, folder: Path, gpus: int) -> str:
     """Nothing happens to it."""
-    return finish(slurm, folder, "alone", submit(slurm, folder, "alone", "01:00:00", 60, gpus))
+    return finish(slurm, folder, "alone", submit(slurm, folder, "alone", gpus), steps_of(gpus))
 
 
 def main() -> int:
-    """Run the three jobs; returns 1 if their weights differ or one did not end well."""
+    """Run the four jobs; returns 1 if weights differ, or one did not end well or go on from its checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=2, help="of a host: 2 or 8")
+    parser.add_argument("--gpus", type=int, default=8, help="of a host: 2 or 8")
     options = parser.parse_args()
     if reason := obstacle("slurmctld", "slurmd", "sbatch", "munged", "mknod"):
         print(f"cannot run here: {reason}", file=sys.stderr)
         return 2
     rows = []
-    print("| job | how it ended | steps | weights | waited |\n|---|---|---|---|---|", flush=True)
+    print("| job | how it ended | steps | told | weights | waited |\n|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(prefix="triweave-slurm-") as name, Hosts(NODES + SPARE) as hosts:
         folder = Path(name)
         make_files(folder, hidden=32, layers=4, heads=4, seq=64)
         slurm = Slurm(hosts, folder / "slurm", options.gpus)
         with slurm.running():
-            for job in (alone, warned, unplugged):
+            for job in (alone, warned, unplugged, batch_host_unplugged):
                 try:
                     rows.append(job(slurm, folder, options.gpus))
                 except (TimeoutError, RuntimeError, subprocess.SubprocessError) as error:
-                    rows.append(f"| {job.__name__} | {error} | | none | |")
+                    rows.append(f"| {job.__name__} | {error} | | | none | |")
+                    slurm.ask("scancel", "--user=root")
                 print(rows[-1], flush=True)
                 if "none" in rows[-1]:
                     for log in sorted((folder / job.__name__).glob("slurm-*.out")):
                         print(log.read_text(encoding="utf-8")[-2000:], file=sys.stderr)
-    digests = {row.split("|")[4].strip() for row in rows}
-    return 0 if len(digests) == 1 and "none" not in digests else 1
+    digests = {row.split("|")[5].strip() for row in rows}
+    resumed = all("resumed" in row for row in rows[1:])
+    return 0 if len(digests) == 1 and "none" not in digests and resumed else 1
 
 
 if __name__ == "__main__":

@@ -162,6 +162,8 @@ class Profile:
     """Of one large product on a card that was idle before, beside what it keeps up."""
     back_to_back_tflops: float | None = None
     """Of the same product again and again for seconds, and nothing else; `matmul` has it in a step's mixture."""
+    nic_gbit_per_s: float | None = None
+    """Network of one GPU, one direction, where messages between nodes were measured; None: as its kind is sold."""
     parts: tuple[str, ...] = ()
     """What of `triweave probe` was measured to its end; the rest it measures when it is run again."""
     matmul: tuple[MatmulTable, ...] = ()
@@ -225,6 +227,9 @@ def profile_problems(profile: Profile) -> Iterator[Problem]:
         for key in ("forward_seconds", "backward_input_seconds", "backward_weight_seconds"):
             if not 0 <= (seconds := getattr(host, key)) < float("inf"):
                 yield Problem(f"hosts[{number}].{key}", seconds, "must be at least 0", "0.0")
+    port = profile.nic_gbit_per_s
+    if port is not None and not 0 < port < float("inf"):
+        yield Problem("nic_gbit_per_s", port, "must be above 0")
     launch = profile.launch_seconds
     if launch is not None and not 0 <= launch < float("inf"):
         yield Problem("launch_seconds", launch, "must be at least 0", "0.0")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import log2
 from pathlib import Path
 from types import MappingProxyType
 
 from triweave.cluster import CATALOGUE, Cluster, Gpu
 from triweave.errors import InputError, Problem, closest
-from triweave.planner.machine import MACHINES, Attention, Curve, Machine, Matmul, Trainer, machine_of
+from triweave.planner.machine import MACHINES, Attention, Curve, Machine, Matmul, Trainer
 from triweave.planner.profile import Collective, Point, Profile, Span, read_profile
 from triweave.planner.profile_layers import with_layers
 
@@ -33,9 +34,9 @@ def machine_from_profile(profile: Profile, cluster: Cluster) -> Machine:
     own = CATALOGUE[profile.gpu]
     measured = _measured(profile, _known(profile, own), own)
     if not is_foreign(profile, cluster):
-        base = machine_of(cluster) if gpu.name in MACHINES else measured
-        # A cluster file that gives the card or its node other figures changes these; the rest was measured.
-        return with_layers(profile, replace(measured, nic_bytes_per_s=base.nic_bytes_per_s))
+        # A cluster file that gives the node another network changes this; the rest was measured.
+        network = gpu.nic_bandwidth * cluster.num_rails / cluster.gpus_per_node
+        return with_layers(profile, replace(measured, nic_bytes_per_s=network))
     return _carried_over(measured, own, gpu, cluster)
 
 
@@ -82,7 +83,6 @@ def _known(profile: Profile, gpu: Gpu) -> Machine:
 
 
 def _measured(profile: Profile, known: Machine, gpu: Gpu) -> Machine:
-    across = _across(profile, gpu)
     gathers = _inside(profile, "all_gather")
     scatters = _inside(profile, "reduce_scatter")
     sends = [curve.bytes_seconds for curve in profile.point_to_point if curve.span == "node"]
@@ -93,7 +93,7 @@ def _measured(profile: Profile, known: Machine, gpu: Gpu) -> Machine:
         }
     )
     return replace(
-        known,
+        _with_network(profile, known, gpu),
         matmuls=() if products else known.matmuls,
         products=products,
         attentions=tuple(
@@ -111,7 +111,6 @@ def _measured(profile: Profile, known: Machine, gpu: Gpu) -> Machine:
             | {ranks: _mean(gathers[ranks], scatters[ranks]) for ranks in gathers.keys() & scatters.keys()}
         ),
         nvlink_send=_curve(sends[0]) if sends else known.nvlink_send,
-        nic_efficiency=across if across is not None else known.nic_efficiency,
         trainer=_trainer(profile),
     )
 
@@ -154,12 +153,21 @@ def _mean(one: Curve, other: Curve) -> Curve:
     return Curve(one.bytes, tuple((seconds + other(size)) / 2 for size, seconds in pairs))
 
 
-def _across(profile: Profile, gpu: Gpu) -> float | None:
-    """The share of a network port that the largest message between nodes reached."""
-    points = [curve.bytes_seconds[-1] for curve in profile.point_to_point if curve.span == "cluster"]
-    if not points or not gpu.nic_bandwidth:
-        return None
-    return max(size / seconds for size, seconds in points) / gpu.nic_bandwidth
+def _with_network(profile: Profile, known: Machine, gpu: Gpu) -> Machine:
+    """The machine with what was measured between nodes: the share of a port that messages reach, and latencies."""
+    machine = known
+    port = gpu.nic_bandwidth if profile.nic_gbit_per_s is None else profile.nic_gbit_per_s / 8 * 1e9
+    messages = [curve.bytes_seconds for curve in profile.point_to_point if curve.span == "cluster"]
+    if messages and port:
+        rate = max(points[-1][0] / points[-1][1] for points in messages)
+        size, seconds = min(points[0] for points in messages)
+        machine = replace(machine, nic_efficiency=rate / port, nic_latency_s=max(0.0, seconds - size / rate))
+    # Of the smallest sum over nodes nearly all is latency: two rounds a doubling of the nodes, as it is priced.
+    sums = _inside(profile, "all_reduce", "cluster")
+    if sums:
+        nodes = min(sums)
+        machine = replace(machine, nic_round_s=sums[nodes].seconds[0] / (2 * log2(nodes)))
+    return machine
 
 
 def _carried_over(measured: Machine, own: Gpu, gpu: Gpu, cluster: Cluster) -> Machine:

@@ -34,11 +34,12 @@ def group_shape(layout: Layout, axis: Axis, gpus_per_node: int) -> GroupShape:
     return GroupShape(ranks, max(1, min(ranks, gpus_per_node // stride)))
 
 
-def all_reduce_s(machine: Machine, group: GroupShape, size: float) -> float:
+def all_reduce_s(machine: Machine, group: GroupShape, size: float, *, rings: bool = False) -> float:
     """Seconds to sum a tensor of `size` bytes over the group.
 
-    Across nodes NCCL's rings enter each node by the network ports of the group's own GPUs, so the bus runs at the
-    slower of that and the node's own links; every other node adds a network latency, by a tree.
+    Across nodes NCCL's trees enter each node by the network ports of the group's own GPUs, so the bus runs at the
+    slower of that and the node's own links; every other node adds a network latency. With `rings` the sum goes round
+    all ranks and not from node to node: each node sends 2(ranks - 1)/ranks of it, in as many rounds (`Stack.rings`).
     """
     if group.ranks == 1 or size <= 0:
         return 0.0
@@ -46,8 +47,10 @@ def all_reduce_s(machine: Machine, group: GroupShape, size: float) -> float:
     if group.nodes == 1:
         return inside
     port = machine.nic_bytes_per_s * machine.nic_efficiency * group.per_node
-    across = 2 * (group.nodes - 1) / group.nodes * size / port
-    latency = 2 * log2(group.nodes) * machine.nic_round_s
+    stops = group.ranks if rings else group.nodes
+    across = 2 * (stops - 1) / stops * size / port
+    rounds = 2 * (group.ranks - 1) if rings else 2 * log2(group.nodes)
+    latency = rounds * machine.nic_round_s
     return max(inside, across) + latency
 
 

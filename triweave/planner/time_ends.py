@@ -22,7 +22,7 @@ def head_work(place: Place) -> Work:
         products = (forward, backward_input, backward_weight)
         gather, reduce = column_s(place, Linear(vocab, decoder.hidden), products)
     # Maximum and sum of exponentials of every token, in float32.
-    statistics = 2 * all_reduce_s(place.machine, place.tp, 4.0 * place.tokens) / stack.links
+    statistics = 2 * all_reduce_s(place.machine, place.tp, 4.0 * place.tokens, rings=stack.rings) / stack.links
     return Work(
         Parts(forward, memory=norm[0] + loss[0], tensor_parallel=gather + statistics),
         Parts(backward_input, memory=norm[1] + loss[1], tensor_parallel=reduce),
@@ -52,4 +52,5 @@ def _sum_s(place: Place) -> float:
     """Partial residual streams summed, and cut along the sequence where it is split."""
     if place.sequence_parallel:
         return _gather_s(place)
-    return all_reduce_s(place.machine, place.tp, place.activation_bytes) / place.stack.links
+    rings = place.stack.rings
+    return all_reduce_s(place.machine, place.tp, place.activation_bytes, rings=rings) / place.stack.links

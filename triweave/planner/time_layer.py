@@ -188,7 +188,7 @@ def _tensor_parallel(
         ahead, back = zip(column_s(place, weights[0], column), row_s(place, weights[1], row), strict=True)
         return sum(ahead), sum(back)
     if not place.sequence_parallel:
-        once = all_reduce_s(machine, group, place.activation_bytes) / stack.links
+        once = all_reduce_s(machine, group, place.activation_bytes, rings=stack.rings) / stack.links
         return once, (overlapped_s(once, column[2], stack.slowdown) if stack.overlap_tp else reductions * once)
     once = reduce_scatter_s(machine, group, place.activation_bytes) / stack.links
     if stack.pipelined < 1:

@@ -120,6 +120,8 @@ class Stack:
     """Share of the measured speed of tensor-parallel collectives that training reaches."""
     overlap_pp: bool = True
     """Whether a stage computes while its messages travel."""
+    rings: bool = False
+    """Whether a sum over nodes goes round all ranks (gloo), not from node to node (NCCL's trees)."""
     sends_slices: bool = True
     """Whether tensor-parallel ranks each send their slice of an activation to the next stage, or all send the whole."""
     cast: float = 4.0

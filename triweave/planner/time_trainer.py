@@ -218,6 +218,8 @@ def trainer_stack(name: str, kernels: Kernels, update: Update, overlap: Overlap)
         overlap_pp=overlap.pipeline,
         overlap_dp=overlap.data_parallel,
         slowdown=overlap.slowdown,
+        # Without sequence parallelism the stream between stages is whole on every rank, and so are the messages.
+        sends_slices=False,
         links=0.7,
         own=True,
         zeroes=overlap.zeroes,
