@@ -61,6 +61,9 @@ LAYOUTS = {
     "dp2 gradients": LayoutConfig(shard="gradients"),
     "dp2 full": LayoutConfig(shard="full"),
     "dp2 full recompute layer": LayoutConfig(shard="full", recompute=("layer",)),
+    "cp2": LayoutConfig(cp=2),
+    "cp2 full": LayoutConfig(cp=2, shard="full"),
+    "cp2 recompute attention": LayoutConfig(cp=2, recompute=("attention",)),
 }
 
 

@@ -38,6 +38,7 @@ SAVED_ON = {
     "tied": (Layout(tp=2, pp=2, dp=2), MODEL | {"tie_word_embeddings": True}),
     "uneven-full": (Layout(pp=2, dp=3, shard="full", layers=(3, 1)), MODEL | {"intermediate_size": 46}),
     "vpp-replicas": (Layout(pp=2, vpp=2, dp=3, shard="none", schedule="interleaved"), MODEL),
+    "context": (Layout(tp=2, cp=2, dp=2), MODEL),
 }
 """What a checkpoint was saved on."""
 STEPS = 20
@@ -99,10 +100,14 @@ class TestLayouts:
             ("uneven-full", Layout(dp=6)),
             ("uneven-full", Layout(tp=2, pp=2, layers=(1, 3))),
             ("vpp-replicas", Layout(pp=4, schedule="zero-bubble")),
+            ("untied", Layout(cp=2, shard="full")),
+            ("context", Layout(pp=2, dp=2)),
+            ("context", Layout(cp=4, shard="gradients")),
         ],
         ids=[
             *("one", "tp4", "pp4", "dp3-full", "vpp2", "tied-one", "tied-pp2-dp3"),
             *("uneven-dp6", "uneven-tp2-pp2", "vpp-pp4"),
+            *("cp2-full", "context-pp2-dp2", "context-cp4"),
         ],
         indirect=["saved"],
     )

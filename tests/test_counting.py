@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
         names = {group.ranks: "pipeline" for group in groups.channels.values()}
         named: Counts = Counter()
         for kind, ranks, _ in self.calls:
-            for name in ("tied", "kv", "dp", "tp", "world"):
+            for name in ("tied", "kv", "replicas", "cp", "tp", "world"):
                 if kind not in ("send", "receive") and getattr(groups, name).ranks == ranks:
                     names[ranks] = name
             named[kind, names.get(ranks, str(ranks))] += 1
@@ -175,7 +175,7 @@ def count_steps(
 ) -> tuple[tuple[Counts, Counts, Counts], set[int]]:
     """Calls of two training steps with a validation step between them; replicas of the slices in this rank's shard."""
     engine = engine_for(folder, layout, SEQ, len(samples) // layout.dp, weights="random")
-    batch = local_batch(samples, layout, engine.groups.at.dp)
+    batch = local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp)
     counted = []
     for step in (train_step, evaluate_step, train_step):
         with Recorder() as recorder:
@@ -217,6 +217,11 @@ def asked_for(
         if kv_replicas(spec, layout.tp) in partial:
             counts["all-reduce", "kv"] = backward
 
+    if layout.cp > 1:
+        # Keys and values of each half of the sequence, again in backward, and then their gradients.
+        counts["all-gather", "cp"] = micro_batches * num_layers * (2 + 2 * backward)
+        counts["reduce-scatter", "cp"] = micro_batches * num_layers * 2 * backward
+
     for stage in range(layout.num_stages - 1):
         here, there = layout.stage_owner(stage), layout.stage_owner(stage + 1)
         if here != there and at.pp in (here, there):
@@ -225,7 +230,7 @@ def asked_for(
 
     copied = has_tied_copy(spec, layout)
     units = num_layers + embeds + heads * (1 if spec.tie_word_embeddings and not copied else 2)
-    if layout.dp > 1:
+    if layout.replicas > 1:
         # How often a unit's weights are gathered, and its gradients reduced.
         gathers, reductions = {
             "none": (0, 0),
@@ -233,11 +238,11 @@ def asked_for(
             "gradients": (backward, micro_batches * backward),
             "full": (0, micro_batches * backward),
         }[layout.shard]
-        counts["all-gather", "dp"] = units * gathers
+        counts["all-gather", "replicas"] = units * gathers
         if layout.shard == "full":
-            counts["all-gather", "dp"] = gathers_of_full(spec, layout, at.pp, micro_batches, training=training)
-        counts["reduce-scatter", "dp"] = units * reductions
-        counts["all-reduce", "dp"] = units * backward if layout.shard == "none" else 0
+            counts["all-gather", "replicas"] = gathers_of_full(spec, layout, at.pp, micro_batches, training=training)
+        counts["reduce-scatter", "replicas"] = units * reductions
+        counts["all-reduce", "replicas"] = units * backward if layout.shard == "none" else 0
     if copied and (embeds or heads):
         counts["all-reduce", "tied"] = backward
     counts["all-reduce", "world"] = 1  # loss and squared gradient norm together
@@ -270,6 +275,8 @@ STEPS = {
     "tied-gpipe": (Layout(tp=2, pp=2, schedule="gpipe"), {"tie_word_embeddings": True}),
     "tied-one-stage": (Layout(tp=2, dp=2), {"tie_word_embeddings": True}),
     "tp4-two-kv-heads": (Layout(tp=4, dp=2), {"num_key_value_heads": 2}),
+    "cp2-tp2-dp2": (Layout(cp=2, tp=2, dp=2), {}),
+    "cp2-pp2-dp2-full-zero-bubble": (Layout(cp=2, pp=2, dp=2, shard="full", schedule="zero-bubble"), {}),
 }
 
 

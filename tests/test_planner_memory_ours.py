@@ -243,12 +243,16 @@ def states_on_rank(
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "full"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_states_to_the_byte(ranks: Ranks, tmp_path: Path, shard: Any, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [(Layout(pp=2, dp=3), "float32"), (Layout(pp=2, dp=3), "bfloat16"), (Layout(cp=2, dp=2), "bfloat16")],
+    ids=["dp3-float32", "dp3-bfloat16", "cp2-dp2-bfloat16"],
+)
+def test_states_to_the_byte(ranks: Ranks, tmp_path: Path, shard: Any, layout: Layout, dtype: str) -> None:
     """Weights, gradients, master weights and moments are those of the trainer at every level, padding included."""
     folder = tiny_config(tmp_path, vocab_size=301)
-    layout = with_layers(Layout(pp=2, dp=3, shard=shard))
-    samples = make_samples(MICRO_BATCHES * 3, 1, SEQ, VOCAB, packed=False)
+    layout = with_layers(replace(layout, shard=shard))
+    samples = make_samples(MICRO_BATCHES * layout.dp, 1, SEQ, VOCAB, packed=False)
     for real, planned in ranks.run(layout.world_size, states_on_rank, folder, layout, samples, dtype):
         assert real == planned
 

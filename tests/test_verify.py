@@ -37,6 +37,13 @@ FAULTS = {
     ),
     "loss averaged per micro-batch": (faults.loss_averaged_per_micro_batch, GRID, {}, "loss"),
     "rotary pairs interleaved": (faults.rotary_pairs_interleaved, GRID, {}, "model.layers.0.self_attn"),
+    "positions a slice off": (faults.positions_a_slice_off, Layout(cp=2), {}, "model.layers.0.self_attn"),
+    "context gradients not reduced": (
+        faults.context_gradients_not_reduced,
+        Layout(cp=2),
+        {},
+        "model.embed_tokens.weight",
+    ),
     "tied copies not reduced": (
         faults.tied_copies_not_reduced,
         GRID,
