@@ -62,9 +62,11 @@ LAYOUTS = {
     "dp2 full": LayoutConfig(shard="full"),
     "dp2 full recompute layer": LayoutConfig(shard="full", recompute=("layer",)),
     "cp2": LayoutConfig(cp=2),
-    "cp2 full": LayoutConfig(cp=2, shard="full"),
-    "cp2 recompute attention": LayoutConfig(cp=2, recompute=("attention",)),
+    "cp2 full recompute attention": LayoutConfig(cp=2, shard="full", recompute=("attention",)),
+    "cp2 whole": LayoutConfig(cp=2),
 }
+WHOLE = " whole"
+"""Ends the names of layouts whose sequences are one document each: other kernels compute their attention."""
 
 
 def write_inputs(folder: Path, *, small: bool) -> tuple[Path, Path]:
@@ -99,13 +101,20 @@ def write_inputs(folder: Path, *, small: bool) -> tuple[Path, Path]:
     return model, documents
 
 
-def run_for(model: Path, documents: Path, folder: Path, layout: LayoutConfig, dtype: str, *, small: bool) -> Run:
+def run_for(
+    model: Path, documents: Path, folder: Path, layout: LayoutConfig, dtype: str, *, small: bool, packing: bool = True
+) -> Run:
     """The run of one layout."""
     return Run(
         model=ModelConfig(path=str(model), dtype="float32" if dtype == "float32" else "bfloat16"),
         layout=replace(layout, micro_batch=1),
         data=DataConfig(
-            train=(str(documents),), validation=0.0, seq_len=128 if small else 2048, loss_on="all", format="tokens"
+            train=(str(documents),),
+            validation=0.0,
+            seq_len=128 if small else 2048,
+            loss_on="all",
+            format="tokens",
+            packing=packing,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         train=TrainConfig(global_batch=8, steps=8),
@@ -114,13 +123,17 @@ def run_for(model: Path, documents: Path, folder: Path, layout: LayoutConfig, dt
     )
 
 
-def measure(jobs: list[tuple[str, str, ResolvedRun]], prepared: PreparedData, out: Path, process: Process) -> int:
-    """All layouts on this rank."""
+def measure(
+    jobs: list[tuple[str, str, ResolvedRun]], prepared: dict[bool, PreparedData], out: Path, process: Process
+) -> int:
+    """All layouts on this rank; the data is packed or not."""
     rows: list[dict[str, Any]] = []
     device = choose_device(jobs[0][2].run.runtime, process)
     with process_group(process, device, 300):
         for name, dtype, resolved in jobs:
-            rows.append({"layout": name, "dtype": dtype, **measure_one(resolved, prepared, device)})
+            rows.append(
+                {"layout": name, "dtype": dtype, **measure_one(resolved, prepared[resolved.run.data.packing], device)}
+            )
             if process.rank == 0:
                 print(json.dumps(rows[-1]), flush=True)
     if process.rank == 0:
@@ -131,7 +144,7 @@ def measure(jobs: list[tuple[str, str, ResolvedRun]], prepared: PreparedData, ou
 def measure_one(resolved: ResolvedRun, prepared: PreparedData, device: torch.device) -> dict[str, Any]:
     """Verdict, losses, speed and memory of one layout."""
     run, data = resolved.run, prepared.train()
-    record = json.loads((Path(run.output_dir) / "verify" / f"{run.model.dtype}.json").read_text())
+    record = json.loads((Path(run.output_dir) / "verify" / f"{kept_as(resolved)}.json").read_text())
     reference = Reference(record["loss"], Path(record["file"]))
     engine = build_engine(resolved, device)
     ids = sequence_ids(run.seed, 0, run.train.global_batch, data.num_sequences)
@@ -196,12 +209,13 @@ def main() -> int:
         for layout_name, layout in LAYOUTS.items():
             if not options.only or layout_name in options.only.split(","):
                 for dtype in ("float32", "bfloat16"):
-                    run = run_for(model, documents, folder, layout, dtype, small=small)
+                    packing = not layout_name.endswith(WHOLE)
+                    run = run_for(model, documents, folder, layout, dtype, small=small, packing=packing)
                     jobs.append((layout_name, dtype, validate(run, world_size=2)))
-        prepared = prepare(jobs[0][2].run, jobs[0][2].spec.vocab_size)
-        for dtype in ("float32", "bfloat16"):
-            resolved = next(job[2] for job in jobs if job[1] == dtype)
-            keep_reference(resolved, prepared, dtype)
+        first = {kept_as(resolved): resolved for _, _, resolved in reversed(jobs)}
+        prepared = {one.run.data.packing: prepare(one.run, one.spec.vocab_size) for one in first.values()}
+        for one in first.values():
+            keep_reference(one, prepared[one.run.data.packing])
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         code = run_ranks(2, functools.partial(measure, jobs, prepared, options.out))
         if code:
@@ -223,14 +237,20 @@ def main() -> int:
     return 0 if all(row["pass"] for row in rows) and cli.get("torchrun") == cli.get("nproc") else 1
 
 
-def keep_reference(resolved: ResolvedRun, prepared: PreparedData, dtype: str) -> None:
-    """Write the reference for a precision once; every layout is held against it."""
+def kept_as(resolved: ResolvedRun) -> str:
+    """Name of the reference that a run is held against."""
+    return f"{resolved.run.model.dtype}-{'packed' if resolved.run.data.packing else 'whole'}"
+
+
+def keep_reference(resolved: ResolvedRun, prepared: PreparedData) -> None:
+    """Write the reference for a precision and a way to pack once; every layout of them is held against it."""
+    name = kept_as(resolved)
     write_references(resolved, prepared)
     folder = Path(resolved.run.output_dir) / "verify"
-    kept = folder / f"{dtype}-reference.safetensors"
+    kept = folder / f"{name}-reference.safetensors"
     (folder / "float32.safetensors").rename(kept)
     record = json.loads((folder / "reference.json").read_text())
-    (folder / f"{dtype}.json").write_text(json.dumps({**record, "file": str(kept)}))
+    (folder / f"{name}.json").write_text(json.dumps({**record, "file": str(kept)}))
 
 
 if __name__ == "__main__":

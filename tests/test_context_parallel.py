@@ -171,9 +171,7 @@ def attend_on_rank(
     shapes = (heads, kv_heads, kv_heads)
     whole = [torch.randn(seq, batch, count, 8, generator=generator).to(dtype) for count in shapes]
     grad_out = torch.randn(seq, batch, heads, 8, generator=generator).to(dtype)
-    mask = (
-        torch.ones(batch, 1, seq, seq, dtype=torch.bool).tril() if documents is None else block_causal_mask(documents)
-    )
+    mask = block_causal_mask(documents or packed([[seq]] * batch))
     leaves = [one.double().requires_grad_() for one in whole]
     expected = attention(*(leaf.permute(1, 2, 0, 3) for leaf in leaves), mask).permute(2, 0, 1, 3)
     wanted = [expected, *torch.autograd.grad(expected, leaves, grad_out.double())]
