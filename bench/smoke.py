@@ -63,12 +63,17 @@ LAYOUTS = {
     "dp2 gradients": LayoutConfig(shard="gradients"),
     "dp2 full": LayoutConfig(shard="full"),
     "dp2 full recompute layer": LayoutConfig(shard="full", recompute=("layer",)),
+    "cp2": LayoutConfig(cp=2),
+    "cp2 full recompute attention": LayoutConfig(cp=2, shard="full", recompute=("attention",)),
+    "cp2 whole": LayoutConfig(cp=2),
 }
 LAYOUTS_OF_FOUR = {
     "dp4 optimizer groups of 2": LayoutConfig(shard="optimizer", shard_group=2),
     "dp4 gradients groups of 2": LayoutConfig(shard="gradients", shard_group=2),
     "dp4 full groups of 2": LayoutConfig(shard="full", shard_group=2),
 }
+WHOLE = " whole"
+"""Ends the names of layouts whose sequences are one document each: other kernels compute their attention."""
 
 
 class Size(NamedTuple):
@@ -120,13 +125,28 @@ def write_inputs(folder: Path, size: Size) -> tuple[Path, Path]:
 
 
 def run_for(
-    model: Path, documents: Path, folder: Path, layout: LayoutConfig, dtype: str, *, seq_len: int, steps: int = 8
+    model: Path,
+    documents: Path,
+    folder: Path,
+    layout: LayoutConfig,
+    dtype: str,
+    *,
+    seq_len: int,
+    steps: int = 8,
+    packing: bool = True,
 ) -> Run:
     """The run of one layout."""
     return Run(
         model=ModelConfig(path=str(model), dtype="float32" if dtype == "float32" else "bfloat16"),
         layout=replace(layout, micro_batch=1),
-        data=DataConfig(train=(str(documents),), validation=0.0, seq_len=seq_len, loss_on="all", format="tokens"),
+        data=DataConfig(
+            train=(str(documents),),
+            validation=0.0,
+            seq_len=seq_len,
+            loss_on="all",
+            format="tokens",
+            packing=packing,
+        ),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         train=TrainConfig(global_batch=8, steps=steps),
         output_dir=str(folder / "out"),
@@ -134,13 +154,17 @@ def run_for(
     )
 
 
-def measure(jobs: list[tuple[str, str, ResolvedRun]], prepared: PreparedData, out: Path, process: Process) -> int:
-    """All layouts on this rank."""
+def measure(
+    jobs: list[tuple[str, str, ResolvedRun]], prepared: dict[bool, PreparedData], out: Path, process: Process
+) -> int:
+    """All layouts on this rank; the data is packed or not."""
     rows: list[dict[str, Any]] = []
     device = choose_device(jobs[0][2].run.runtime, process)
     with process_group(process, device, 300):
         for name, dtype, resolved in jobs:
-            rows.append({"layout": name, "dtype": dtype, **measure_one(resolved, prepared, device)})
+            rows.append(
+                {"layout": name, "dtype": dtype, **measure_one(resolved, prepared[resolved.run.data.packing], device)}
+            )
             if process.rank == 0:
                 print(json.dumps(rows[-1]), flush=True)
     if process.rank == 0:
@@ -151,7 +175,7 @@ def measure(jobs: list[tuple[str, str, ResolvedRun]], prepared: PreparedData, ou
 def measure_one(resolved: ResolvedRun, prepared: PreparedData, device: torch.device) -> dict[str, Any]:
     """Verdict, losses, speed and memory of one layout."""
     run, data = resolved.run, prepared.train()
-    record = json.loads((Path(run.output_dir) / "verify" / f"{run.model.dtype}.json").read_text())
+    record = json.loads((Path(run.output_dir) / "verify" / f"{kept_as(resolved)}.json").read_text())
     reference = Reference(record["loss"], Path(record["file"]))
     engine = build_engine(resolved, device)
     ids = sequence_ids(run.seed, 0, run.train.global_batch, data.num_sequences)
@@ -220,16 +244,17 @@ def main() -> int:
             for layout_name, layout in layouts.items():
                 if not options.only or layout_name in options.only.split(","):
                     for dtype in ("float32", "bfloat16"):
-                        run = run_for(model, documents, folder, layout, dtype, seq_len=size.seq_len)
+                        packing = not layout_name.endswith(WHOLE)
+                        run = run_for(model, documents, folder, layout, dtype, seq_len=size.seq_len, packing=packing)
                         job = (layout_name, dtype, validate(run, world_size=num_ranks))
                         by_ranks.setdefault(num_ranks, []).append(job)
         if not by_ranks:
             return 2
         jobs = [job for of_ranks in by_ranks.values() for job in of_ranks]
-        prepared = prepare(jobs[0][2].run, jobs[0][2].spec.vocab_size)
-        for dtype in ("float32", "bfloat16"):
-            resolved = next(job[2] for job in jobs if job[1] == dtype)
-            keep_reference(resolved, prepared, dtype)
+        first = {kept_as(resolved): resolved for _, _, resolved in reversed(jobs)}
+        prepared = {one.run.data.packing: prepare(one.run, one.spec.vocab_size) for one in first.values()}
+        for one in first.values():
+            keep_reference(one, prepared[one.run.data.packing])
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         rows = []
         for num_ranks, of_ranks in by_ranks.items():
@@ -253,14 +278,20 @@ def main() -> int:
     return 0 if all(row["pass"] for row in rows) and cli.get("torchrun") == cli.get("nproc") else 1
 
 
-def keep_reference(resolved: ResolvedRun, prepared: PreparedData, dtype: str) -> None:
-    """Write the reference for a precision once; every layout is held against it."""
+def kept_as(resolved: ResolvedRun) -> str:
+    """Name of the reference that a run is held against."""
+    return f"{resolved.run.model.dtype}-{'packed' if resolved.run.data.packing else 'whole'}"
+
+
+def keep_reference(resolved: ResolvedRun, prepared: PreparedData) -> None:
+    """Write the reference for a precision and a way to pack once; every layout of them is held against it."""
+    name = kept_as(resolved)
     write_references(resolved, prepared)
     folder = Path(resolved.run.output_dir) / "verify"
-    kept = folder / f"{dtype}-reference.safetensors"
+    kept = folder / f"{name}-reference.safetensors"
     (folder / "float32.safetensors").rename(kept)
     record = json.loads((folder / "reference.json").read_text())
-    (folder / f"{dtype}.json").write_text(json.dumps({**record, "file": str(kept)}))
+    (folder / f"{name}.json").write_text(json.dumps({**record, "file": str(kept)}))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import parity
 import torch
 from torch import Tensor
 
 from triweave.checkpoint.hugging_face_read import WeightReader
+from triweave.groups import Group
+from triweave.layers import context_parallel
 from triweave.layers.cross_entropy import IGNORE
 from triweave.layers.rotary import Rotation
+from triweave.layout import Layout
+from triweave.llama import StageInput
 from triweave.parameters import Piece
 from triweave.sharding import Sharding, Unit
 from triweave.training import engine as engine_module
@@ -144,4 +150,29 @@ def tied_copies_not_reduced() -> Iterator[None]:
         original(self)
 
     with patch.object(Sharding, "reduce_gradients", without_tied):
+        yield
+
+
+@contextmanager
+def positions_a_slice_off() -> Iterator[None]:
+    """The second slice of a context-parallel rank takes the positions of the one before it."""
+    share_of = parity.share_of
+
+    def share_wrongly(inputs: StageInput, targets: Tensor, layout: Layout, cp_rank: int) -> tuple[StageInput, Tensor]:
+        mine, wanted = share_of(inputs, targets, layout, cp_rank)
+        first, second = mine.positions.chunk(2)
+        return replace(mine, positions=torch.cat((first, second - len(second)))), wanted
+
+    with patch.object(parity, "share_of", share_wrongly):
+        yield
+
+
+@contextmanager
+def context_gradients_not_reduced() -> Iterator[None]:
+    """Gradients of the keys that other context-parallel ranks read stay with those ranks."""
+
+    def keep_own(x: Tensor, group: Group) -> tuple[Tensor, None]:
+        return x.chunk(group.size)[group.rank].clone(), None
+
+    with patch.object(context_parallel, "start_reduce_scatter", keep_own):
         yield

@@ -30,7 +30,7 @@ def engine_on(folder: Path, layout: Layout, **model: object) -> Engine:
 
 def train(engine: Engine, steps: int) -> Trained:
     """Losses and gradient norms of some steps."""
-    batch = local_batch(SAMPLES, engine.layout, engine.groups.at.dp)
+    batch = local_batch(SAMPLES, engine.layout, engine.groups.at.dp, engine.groups.at.cp)
     return [train_step(engine, batch, 1e-2, 1.0) for _ in range(steps)]
 
 

@@ -41,6 +41,7 @@ SAVED_ON = {
     "uneven-full": (Layout(pp=2, dp=3, shard="full", layers=(3, 1)), MODEL | {"intermediate_size": 46}),
     "groups": (Layout(dp=6, shard="gradients", shard_group=2), MODEL),
     "vpp-replicas": (Layout(pp=2, vpp=2, dp=3, shard="none", schedule="interleaved"), MODEL),
+    "context": (Layout(tp=2, cp=2, dp=2), MODEL),
 }
 """What a checkpoint was saved on."""
 STEPS = 20
@@ -105,11 +106,15 @@ class TestLayouts:
             ("groups", Layout(dp=6, shard="full", shard_group=3)),
             ("groups", Layout(tp=2, dp=3)),
             ("untied", Layout(dp=6, shard_group=2)),
+            ("untied", Layout(cp=2, shard="full")),
+            ("context", Layout(pp=2, dp=2)),
+            ("context", Layout(cp=4, shard="gradients")),
         ],
         ids=[
             *("one", "tp4", "pp4", "dp3-full", "vpp2", "tied-one", "tied-pp2-dp3"),
             *("uneven-dp6", "uneven-tp2-pp2", "vpp-pp4"),
             *("groups-of-3", "groups-tp2-dp3", "into-groups"),
+            *("cp2-full", "context-pp2-dp2", "context-cp4"),
         ],
         indirect=["saved"],
     )

@@ -336,6 +336,17 @@ def test_a_cluster_file(plan: Answer, tmp_path: Path) -> None:
     assert f"{path}:2: gpus" in errors
 
 
+def test_context_parallel_and_shard_groups_are_written(plan: Answer, tmp_path: Path) -> None:
+    """A run file has both, without a word of what `train` cannot do."""
+    out = tmp_path / "run.yaml"
+    code, output, errors = plan("--out", str(out), model="llama-3.1-8b", layout="tp=8,cp=2,dp=2,shard_group=2")
+    assert code == 0
+    assert "not yet trained" not in output
+    assert "does not train" not in errors
+    layout = load_run(out).layout
+    assert (layout.cp, layout.shard_group) == (2, 2)
+
+
 def test_across_nodes_when_insisted_on(plan: Answer) -> None:
     """A tensor-parallel group of two nodes is answered, beside what the same GPUs do inside nodes."""
     code, output, _ = plan("--tp-across-nodes", layout="tp=16,pp=2")

@@ -158,6 +158,13 @@ LAYOUT_CASES = (
     Case("layout.layers", "must be even, balanced or", "even", {"layout": {"layers": ()}}),
     Case("layout.layers", "sums to 3; the model has 4", "[2, 2]", {"layout": {"pp": 2, "layers": (1, 2)}}),
     Case("layout.pp", "5 stages for the model's 4 layers", "4", {"layout": {"pp": 5}}),
+    Case("data.seq_len", "must be a multiple of 2 x cp = 2 x 3 = 6", "126", {"layout": {"cp": 3}}),
+    Case(
+        "model.attention",
+        "gives no part of an attention",
+        "auto",
+        {"layout": {"cp": 2}, "model": {"attention": "efficient"}},
+    ),
     Case("layout.dp", "must be at least 1", "1", {"layout": {"dp": 0}}),
     Case("data.seq_len", "max_position_embeddings = 128", "128", {"data": {"seq_len": 256}}),
     Case(

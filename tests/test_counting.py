@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
         names = {group.ranks: "pipeline" for group in groups.channels.values()}
         named: Counts = Counter()
         for kind, ranks, _ in self.calls:
-            for name in ("tied", "kv", "across", "shards", "dp", "tp", "world"):
+            for name in ("tied", "kv", "across", "shards", "cp", "tp", "world"):
                 if kind not in ("send", "receive") and getattr(groups, name).ranks == ranks:
                     names[ranks] = name
             named[kind, names.get(ranks, str(ranks))] += 1
@@ -178,7 +178,7 @@ def count_steps(
     And the bytes that the last step sums across shard groups, with those that this rank owns of the float32 sums.
     """
     engine = engine_for(folder, layout, SEQ, len(samples) // layout.dp, weights="random")
-    batch = local_batch(samples, layout, engine.groups.at.dp)
+    batch = local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp)
     counted = []
     for step in (train_step, evaluate_step, train_step):
         with Recorder() as recorder:
@@ -222,6 +222,11 @@ def asked_for(
         if kv_replicas(spec, layout.tp) in partial:
             counts["all-reduce", "kv"] = backward
 
+    if layout.cp > 1:
+        # Keys and values of each half of the sequence, again in backward, and then their gradients.
+        counts["all-gather", "cp"] = micro_batches * num_layers * (2 + 2 * backward)
+        counts["reduce-scatter", "cp"] = micro_batches * num_layers * 2 * backward
+
     for stage in range(layout.num_stages - 1):
         here, there = layout.stage_owner(stage), layout.stage_owner(stage + 1)
         if here != there and at.pp in (here, there):
@@ -230,7 +235,7 @@ def asked_for(
 
     copied = has_tied_copy(spec, layout)
     units = num_layers + embeds + heads * (1 if spec.tie_word_embeddings and not copied else 2)
-    if layout.dp > 1:
+    if layout.replicas > 1:
         # How often a unit's weights are gathered, and its gradients reduced.
         gathers, reductions = {
             "none": (0, 0),
@@ -238,12 +243,11 @@ def asked_for(
             "gradients": (backward, micro_batches * backward),
             "full": (0, micro_batches * backward),
         }[layout.shard]
-        among = "shards" if layout.uses_shard_groups else "dp"
-        counts["all-gather", among] = units * gathers
+        counts["all-gather", "shards"] = units * gathers
         if layout.shard == "full":
-            counts["all-gather", among] = gathers_of_full(spec, layout, at.pp, micro_batches, training=training)
-        counts["reduce-scatter", among] = units * reductions
-        counts["all-reduce", among] = units * backward if layout.shard == "none" else 0
+            counts["all-gather", "shards"] = gathers_of_full(spec, layout, at.pp, micro_batches, training=training)
+        counts["reduce-scatter", "shards"] = units * reductions
+        counts["all-reduce", "shards"] = units * backward if layout.shard == "none" else 0
         # Once a step, however many micro-batches there are.
         counts["all-reduce", "across"] = units * backward if layout.uses_shard_groups else 0
     if copied and (embeds or heads):
@@ -284,6 +288,8 @@ STEPS = {
     "tied-gpipe": (Layout(tp=2, pp=2, schedule="gpipe"), {"tie_word_embeddings": True}),
     "tied-one-stage": (Layout(tp=2, dp=2), {"tie_word_embeddings": True}),
     "tp4-two-kv-heads": (Layout(tp=4, dp=2), {"num_key_value_heads": 2}),
+    "cp2-tp2-dp2": (Layout(cp=2, tp=2, dp=2), {}),
+    "cp2-pp2-dp2-full-zero-bubble": (Layout(cp=2, pp=2, dp=2, shard="full", schedule="zero-bubble"), {}),
 }
 
 

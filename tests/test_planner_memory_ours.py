@@ -245,7 +245,9 @@ def states_on_rank(
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "among", [Layout(pp=2, dp=3), Layout(dp=6, shard_group=3), Layout(dp=2, shard_group=1)], ids=str
+    "among",
+    [Layout(pp=2, dp=3), Layout(cp=2, dp=2), Layout(dp=6, shard_group=3), Layout(dp=2, shard_group=1)],
+    ids=str,
 )
 def test_states_to_the_byte(ranks: Ranks, tmp_path: Path, among: Layout, shard: Any, dtype: str) -> None:
     """Weights, gradients, master weights and moments are those of the trainer at every level, padding included."""

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 def unit_of(parameters: list[LocalParameter], dp: int, rank: int, shard: Shard) -> Unit:
     """A unit as data-parallel rank `rank` of `dp` holds it; nothing communicates."""
     group = Group(tuple(range(dp)), rank)
-    groups = Groups(Layout(dp=dp), rank, CPU, group, alone(), group, group, alone(), alone(), alone())
+    groups = Groups(Layout(dp=dp), rank, CPU, group, alone(), alone(), group, alone(), alone(), alone())
     unit = Unit("layers.0", parameters, groups, shard, torch.float32, Across(alone()))
     unit.allocate(PlainMemory(group, CPU))
     return unit
@@ -125,7 +125,7 @@ def measure_state(
     """Bytes alive after a step, what the engine's tensors account for, and elements of the units' buffers."""
     with Allocated() as allocated:
         engine = engine_for(folder, layout, SEQ, len(samples) // layout.dp, weights="random", dtype=dtype)
-        batch = local_batch(samples, layout, engine.groups.at.dp)
+        batch = local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp)
         for _ in range(2):
             train_step(engine, batch, 1e-3, 1.0)
         evaluate_step(engine, batch)
@@ -196,7 +196,7 @@ def with_layers(layout: Layout) -> Layout:
 def step_of(rank: int, folder: Path, layout: Layout, samples: list[Sample]) -> tuple[float, float]:
     """Loss and gradient norm of one training step."""
     engine = engine_for(folder, layout, SEQ, len(samples) // layout.dp, weights="random")
-    return train_step(engine, local_batch(samples, layout, engine.groups.at.dp), 1e-3, 1.0)
+    return train_step(engine, local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp), 1e-3, 1.0)
 
 
 ODD = {
@@ -208,6 +208,8 @@ ODD = {
     "tied-pp2-dp3-none": (Layout(pp=2, dp=3, shard="none"), {"tie_word_embeddings": True}),
     "tied-tp2-pp2-full": (Layout(tp=2, pp=2, dp=2, shard="full"), {"tie_word_embeddings": True}),
     "dp3-none": (Layout(dp=3, shard="none"), {}),
+    "cp2-none": (Layout(cp=2, shard="none"), {}),
+    "cp2-dp2-tp2": (Layout(cp=2, dp=2, tp=2), {}),
     "dp3-full": (Layout(dp=3, shard="full"), {}),
     "dp6-full-groups-of-2": (Layout(dp=6, shard="full", shard_group=2), {}),
     "dp6-optimizer-groups-of-3": (Layout(dp=6, shard_group=3), {}),
@@ -254,7 +256,7 @@ def outlive(rank: int, folder: Path, layout: Layout, samples: list[Sample]) -> l
     for _ in range(2):
         gc.collect()  # what torch itself leaves behind when it is first used
         engine = engine_for(folder, layout, SEQ, len(samples) // layout.dp, weights="random")
-        train_step(engine, local_batch(samples, layout, engine.groups.at.dp), 1e-3, 1.0)
+        train_step(engine, local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp), 1e-3, 1.0)
         held = [*map(weakref.ref, engine.sharding.units), *map(weakref.ref, engine.stages.values())]
         del engine
         left = [reference() is not None for reference in held]

@@ -126,7 +126,12 @@ def optimize_on_rank(rank: int, folder: Path, layout: Layout) -> tuple[list[Held
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(tp=2, dp=2), Layout(tp=2, dp=3, shard="full"), Layout(pp=2, dp=2, shard="none")],
+    [
+        Layout(tp=2, dp=2),
+        Layout(tp=2, dp=3, shard="full"),
+        Layout(pp=2, dp=2, shard="none"),
+        Layout(cp=2, dp=2),
+    ],
     ids=["tp2-dp2", "tp2-dp3-full", "pp2-dp2-none"],
 )
 def test_adamw_is_torchs_on_the_whole_model(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
@@ -172,7 +177,7 @@ def train_on_rank(
 ) -> tuple[list[tuple[float, float]], list[Held]]:
     """Five steps; losses, gradient norms and the state at the end."""
     engine = engine_on(folder, layout, samples, weights=weights)
-    batch = local_batch(samples, layout, engine.groups.at.dp)
+    batch = local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp)
     steps = [train_step(engine, batch, 1e-2, max_grad_norm) for _ in range(5)]
     return steps, held_slices(engine)
 
@@ -236,7 +241,7 @@ def merged(samples: list[Sample], size: int) -> list[Sample]:
 def evaluate_and_train(rank: int, folder: Path, layout: Layout, samples: list[Sample]) -> tuple[float, float, float]:
     """Mean loss of an evaluation, then loss and gradient norm of a training step."""
     engine = engine_on(folder, layout, samples)
-    batch = local_batch(samples, layout, engine.groups.at.dp)
+    batch = local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp)
     return (evaluate_step(engine, batch) / batch.trained_tokens, *train_step(engine, batch, 1e-2, 1.0))
 
 
@@ -247,6 +252,7 @@ SPLITS = {
     "dp3-full": Layout(dp=3, shard="full"),
     "dp4-micro-batch-3": Layout(dp=4, micro_batch=3, shard="none"),
     "tp2-pp2-micro-batch-2": Layout(tp=2, pp=2, micro_batch=2),
+    "cp2-dp2-full": Layout(cp=2, dp=2, shard="full"),
 }
 
 

@@ -49,6 +49,13 @@ FAULTS = {
         {},
         "model.layers.2.input_layernorm.weight",
     ),
+    "positions a slice off": (faults.positions_a_slice_off, Layout(cp=2), {}, "model.layers.0.self_attn"),
+    "context gradients not reduced": (
+        faults.context_gradients_not_reduced,
+        Layout(cp=2),
+        {},
+        "model.embed_tokens.weight",
+    ),
     "tied copies not reduced": (
         faults.tied_copies_not_reduced,
         GRID,

@@ -62,6 +62,9 @@ def validate(
 
     ranks = world_size if world_size is not None else cluster.world_size if cluster else None
     layout = layout_of(run.layout, ranks)
+    if layout.cp > 1 and run.model.attention == "efficient":
+        rule = f"gives no part of an attention with its log-sum-exp that layout.cp = {layout.cp} could add up"
+        problems.append(Problem("model.attention", "efficient", rule, "auto"))
     if run.layout.layers == ():
         rule = "must be even, balanced or the layers of every stage in model order"
         problems.append(Problem("layout.layers", "[]", rule, "even"))

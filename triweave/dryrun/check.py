@@ -65,13 +65,14 @@ def capacity_of(resolved: ResolvedRun) -> int | None:
 def chosen_ranks(words: str, layout: Layout) -> tuple[int, ...]:
     """The ranks of `--ranks`, in order and each once.
 
-    `all` is one rank of every pipeline stage: ranks that differ only along tp, cp or dp take the same memory, for
-    every split is into equal parts and padded where it does not divide.
+    `all` is one rank of every pipeline stage: ranks that differ only along tp or dp take the same memory, for every
+    split is into equal parts and padded where it does not divide. Along cp the second takes as much as any: the queries
+    of the first and of the last see keys in fewer parts.
 
     Raises:
         InputError: a word that is neither one of these nor a rank of the grid.
     """
-    of_stage = [layout.rank(Coordinates(0, 0, 0, pp)) for pp in range(layout.pp)]
+    of_stage = [layout.rank(Coordinates(0, min(1, layout.cp - 1), 0, pp)) for pp in range(layout.pp)]
     named = {"first": of_stage[:1], "middle": of_stage[layout.pp // 2 :][:1], "last": of_stage[-1:], "all": of_stage}
     ranks: set[int] = set()
     problems = []

@@ -7,7 +7,7 @@ Of `2 size` slices rank `r` has the r-th and the r-th from the end. Those of the
 those of the second half beside; what a slice sees is then its own keys (causally) and whole slices of other ranks that
 lie one after the other:
 
-    own keys                 computed while the first half is on its way
+    own keys                 computed while others are on their way
     the first half           the first slice sees those of ranks before this one, the second slice all
     the second half          the second slice sees those of ranks after this one; the first sees none
 
@@ -23,7 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from triweave.collectives import Pending, all_gather, finish, reduce_scatter, start_all_gather, start_reduce_scatter
+from triweave.collectives import (
+    Pending,
+    all_gather,
+    finish,
+    reduce_scatter,
+    start_all_gather,
+    start_reduce_scatter,
+    sum_parts,
+)
 from triweave.groups import Group
 from triweave.layers.attention_kernels import (
     Sight,
@@ -81,18 +89,8 @@ def attend_in_context(
     return attended
 
 
-class _Sum:
-    """Attention over several parts of the keys, in float32."""
-
-    def __init__(self, part: tuple[Tensor, Tensor]) -> None:
-        self.out, self.logsumexp = part[0].float(), part[1]
-
-    def add(self, out: Tensor, logsumexp: Tensor) -> None:
-        """Add what another part gave, each weighted by its share of the exponentials."""
-        share = torch.sigmoid(logsumexp - self.logsumexp)
-        share = share if share.dim() == out.dim() else share.unsqueeze(-1)
-        self.out.mul_(1 - share).addcmul_(out, share)
-        self.logsumexp = torch.logaddexp(self.logsumexp, logsumexp)
+Part = tuple[Tensor, Tensor]
+"""What attention over a part of the keys gave: `[batch, heads, slice, head_dim]`, and its log-sum-exp."""
 
 
 class _Attend(torch.autograd.Function):
@@ -102,60 +100,79 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: Group, backends: Collection[SDPBackend]) -> Tensor:
         ctx.cp, ctx.backends = cp, backends
         queries, size = _halves(q), q.shape[0] // 2
-        own, arriving = _start_gathers(k, v, cp)
-        sums = [
-            _Sum(attend_part(half, *_keys_and_values(keys), Sight(causal=True), backends))
+        own, arriving = _start_gathers(k, v, cp, (FIRST, SECOND))
+        parts: list[list[Part]] = [
+            [attend_part(half, *_keys_and_values(keys), Sight(causal=True), backends)]
             for half, keys in zip(queries, own, strict=True)
         ]
         # What is not needed any more is let go of: of the whole sequence there is much.
         own.clear()
-        for half in seen_whole(cp.rank, cp.size):
+        for seen in seen_whole(cp.rank, cp.size):
             gathered = finish(arriving.pop(0))
-            for mine, start, stop in half:
-                rows = slice(start * size, stop * size)
-                sums[mine].add(*attend_part(queries[mine], *_keys_and_values(gathered[rows]), Sight(), backends))
+            for mine, start, stop in seen:
+                keys = _keys_and_values(gathered[start * size : stop * size])
+                parts[mine].append(attend_part(queries[mine], *keys, Sight(), backends))
+                del keys
         del gathered
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for part, total in zip(_halves(out), sums, strict=True):
-            part.copy_(total.out)
-        logsumexp = torch.stack([total.logsumexp for total in sums]).contiguous()
-        ctx.save_for_backward(q, k, v, out, logsumexp)
+        logsumexp = [_add_up(found, half) for found, half in zip(parts, _halves(out), strict=True)]
+        ctx.save_for_backward(q, k, v, out, torch.stack(logsumexp).contiguous())
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, logsumexp = ctx.saved_tensors
         cp, queries, size = ctx.cp, _halves(q), q.shape[0] // 2
-        own, arriving = _start_gathers(k, v, cp)
+        # The second half first: its gradients then leave while those of the first, half of all there is to do, are
+        # computed. The other way round the last rank would have both only at its end.
+        own, arriving = _start_gathers(k, v, cp, (SECOND, FIRST))
         outs, grads = _halves(out), _halves(grad_out.contiguous())
-        grad_queries = [torch.zeros_like(half, dtype=torch.float32) for half in outs]
+        of_queries: list[list[Tensor]] = [[], []]
 
         def add_share(mine: int, keys: Tensor, sight: Sight, grad_keys: Tensor) -> None:
             known = grads[mine], queries[mine], *_keys_and_values(keys), outs[mine], logsumexp[mine]
             of_q, *of_keys = attend_part_backward(*known, sight, ctx.backends)
-            grad_queries[mine] += of_q
+            of_queries[mine].append(of_q.permute(2, 0, 1, 3))
             for total, more in zip(_keys_and_values(grad_keys), of_keys, strict=True):
                 total.add_(more)
 
-        grad_own = [torch.zeros_like(keys) for keys in own]
+        of_own = [torch.zeros_like(keys) for keys in own]
         for mine in (FIRST, SECOND):
-            add_share(mine, own[mine], Sight(causal=True), grad_own[mine])
+            add_share(mine, own[mine], Sight(causal=True), of_own[mine])
         own.clear()
+        totals: list[Tensor] = []
         leaving: list[Pending] = []
-        for half in seen_whole(cp.rank, cp.size):
+        for seen in reversed(seen_whole(cp.rank, cp.size)):
             gathered = finish(arriving.pop(0))
-            total = torch.zeros_like(gathered)
-            for mine, start, stop in half:
+            totals.append(torch.zeros_like(gathered))
+            for mine, start, stop in seen:
                 rows = slice(start * size, stop * size)
-                add_share(mine, gathered[rows], Sight(), total[rows])
-            leaving.append(start_reduce_scatter(total, cp))
-        del gathered, total
+                add_share(mine, gathered[rows], Sight(), totals[-1][rows])
+            leaving.append(start_reduce_scatter(totals[-1], cp))
+        del gathered
         grad_q = torch.empty_like(out)
-        for part, whole in zip(_halves(grad_q), grad_queries, strict=True):
-            part.copy_(whole)
-        grad_keys = torch.cat([finish(one).add_(mine) for one, mine in zip(leaving, grad_own, strict=True)])
+        for half, found in zip(grad_q.chunk(2), of_queries, strict=True):
+            half.copy_(sum_parts(found))
+            found.clear()
+        of_second, of_first = (finish(one) for one in leaving)
+        grad_keys = torch.cat([of_first.add_(of_own[FIRST]), of_second.add_(of_own[SECOND])])
         grad_k, grad_v = grad_keys.chunk(2, dim=2)
         return grad_q, grad_k, grad_v, None, None
+
+
+def _add_up(parts: list[Part], out: Tensor) -> Tensor:
+    """Attention over all of the parts' keys, rounded once into `out`; returns its log-sum-exp."""
+    if len(parts) == 1:
+        out.copy_(parts[0][0])
+        return parts[0][1]
+    total = torch.stack([logsumexp for _, logsumexp in parts]).logsumexp(0)
+    shares = [(logsumexp - total).exp() for _, logsumexp in parts]
+    shares = [share if share.dim() == out.dim() else share.unsqueeze(-1) for share in shares]
+    summed = parts[0][0] * shares[0]
+    for (part, _), share in zip(parts[1:-1], shares[1:-1], strict=True):
+        summed.addcmul_(part, share)
+    torch.addcmul(summed, parts[-1][0], shares[-1], out=out)
+    return total
 
 
 class _AttendDocuments(torch.autograd.Function):
@@ -253,10 +270,10 @@ def _by_sequence(x: Tensor, batch: int) -> Tensor:
     return whole.transpose(0, 1)
 
 
-def _start_gathers(k: Tensor, v: Tensor, cp: Group) -> tuple[list[Tensor], list[Pending]]:
-    """This rank's slices of keys and values, `[slice, batch, 2 kv_heads, head_dim]`, and those of all on their way."""
+def _start_gathers(k: Tensor, v: Tensor, cp: Group, order: tuple[int, int]) -> tuple[list[Tensor], list[Pending]]:
+    """This rank's slices of keys and values, `[slice, batch, 2 kv_heads, head_dim]`, and in `order` those of all."""
     own = [torch.cat(both, dim=2) for both in zip(k.chunk(2), v.chunk(2), strict=True)]
-    return own, [start_all_gather(one, cp) for one in own]
+    return own, [start_all_gather(own[mine], cp) for mine in order]
 
 
 def _halves(x: Tensor) -> list[Tensor]:

@@ -13,7 +13,13 @@ from triweave.planner.tape import Block, Pass, Tape
 
 _FLOAT32 = 4
 _ATTENTION = ("query-key-value", "attention output", "logsumexp")
-_IN_CONTEXT = ("own keys' gradient", "received gradient", "queries' gradient in float32")
+_IN_CONTEXT = (
+    "own keys' gradient",
+    "gradient of the first half",
+    "gradient of the second half",
+    "received gradient",
+    "more received gradient",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +151,6 @@ def _attention_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
     if s.cp > 1:
         _context_forward(t, s)
     t.make("attention output", s.query)
-    t.free("attention sums")
     t.make("logsumexp", s.logsumexp)
     if not keep:
         t.free("logsumexp")
@@ -226,36 +231,56 @@ def _attention_backward(t: Tape, s: Sizes) -> None:
 
 
 def _context_forward(t: Tape, s: Sizes) -> None:
-    """Attention over the keys of all context-parallel ranks (`layers/context_parallel.py`), up to its output."""
-    own = 2 * s.key_value
+    """Attention over the keys of all context-parallel ranks (`layers/context_parallel.py`), on a rank in the middle.
+
+    Its queries, two slices, are asked of their own keys, then of the first half's, then the second slice of the second
+    half's: two and a half outputs, of two ranks one half less. What a slice sees of all is put together in float32.
+    """
+    own, of_parts = 2 * s.key_value, s.query + _parts_seen(s)
     t.make("own keys and values", own)
     t.make("gathered keys and values", s.cp * own)
-    t.make("attention sums", s.query // s.element * 4)
-    # A kernel's own output, of one of the two slices; in float32 the sums begin with it.
-    t.make("attention of a part", s.query // 2 if s.element < _FLOAT32 else 0)
-    t.free("attention of a part", "own keys and values")
-    t.make("attention of a part", s.query // 2)
-    t.free("attention of a part", "gathered keys and values")
+    t.make("attention of own keys", s.query)
+    t.free("own keys and values")
+    t.make("attention of the first half", s.query)
+    t.free("gathered keys and values")
+    t.make("gathered keys and values", s.cp * own // 2)
+    t.make("attention of the second half", of_parts - 2 * s.query)
+    t.free("gathered keys and values")
+    t.make("attention output", s.query)
+    t.make("attention added up", s.query // s.element * _FLOAT32 // 2)
+    t.free(
+        "attention added up", *(f"attention of {keys}" for keys in ("own keys", "the first half", "the second half"))
+    )
 
 
 def _context_backward(t: Tape, s: Sizes) -> None:
-    """The same backward, up to the gradients of this rank's queries, keys and values."""
-    own = 2 * s.key_value
+    """The same backward: the second half first, whose gradients travel while those of the first are computed."""
+    own, half, slice_ = 2 * s.key_value, s.cp * s.key_value, s.query // 2
     t.make("own keys and values", own)
-    t.make("gathered keys and values", s.cp * own)
-    t.make("queries' gradient in float32", s.query // s.element * _FLOAT32)
+    t.make("gathered keys and values", 2 * half)
     t.make("own keys' gradient", own)
+    t.make("queries' gradients", s.query)
     t.free("own keys and values")
-    # Of the first half of the sequence, which the second slice of every rank sees whole.
-    t.make("gathered keys' gradient", s.cp * own // 2)
-    t.make("attention scratch", s.query // s.element * _FLOAT32 // 2)
-    t.make("gradients of a part", s.query // 2 + s.cp * own // 2)
+    t.make("attention scratch", slice_ // s.element * _FLOAT32)
+    t.make("gradient of the second half", half)
+    t.make("gradients of a part", slice_ + half - own // 2)
+    t.free("gradients of a part", "gathered keys and values")
+    t.make("gathered keys and values", half)
+    t.make("received gradient", own // 2)
+    t.make("more queries' gradients", _parts_seen(s) - slice_)
+    t.make("gradient of the first half", half)
+    t.make("gradients of a part", slice_ + half)
     t.free("gradients of a part", "attention scratch", "gathered keys and values")
-    # Of the second half, while those of the first are on their way.
-    t.make("received gradient", own)
-    t.make("gathered keys and values", s.cp * own // 2)
-    t.make("more of the gathered keys' gradient", s.cp * own // 2)
-    t.free("gathered keys and values", "more of the gathered keys' gradient", "gathered keys' gradient")
+    t.make("last queries' gradient", slice_)
+    t.make("more received gradient", own // 2)
+    t.make("queries' gradient", s.query)
+    t.make("queries' gradient of a slice", slice_)
+    t.free("queries' gradient of a slice", "last queries' gradient", "more queries' gradients", "queries' gradients")
+
+
+def _parts_seen(s: Sizes) -> int:
+    """What a rank's queries get of whole slices of others, bytes: three times half of them, among two ranks twice."""
+    return s.query if s.cp == 2 else s.query + s.query // 2
 
 
 def _column_backward(t: Tape, s: Sizes, kept: str, gradient: str) -> None:

@@ -53,7 +53,8 @@ def layer_host(place: Place, shard: Shard | None) -> StageCost:
     if seconds is None:
         host, again = host_of_stack(place), min(1.0, sum(_REPEATED[name] for name in place.recompute))
         return replace(host, backward_input=host.backward_input + again * host.forward)
-    seconds = seconds[0] + reductions, seconds[1] + reductions, seconds[2]
+    gathers = _context_collectives(place) * place.stack.host.collective
+    seconds = seconds[0] + reductions + gathers, seconds[1] + reductions + 2 * gathers, seconds[2]
     hooked, plain = known.get((1, shard, ())), known.get((1, None, ()))
     if hooked is not None and plain is not None:
         more = map(sub, hooked, plain)
@@ -65,5 +66,11 @@ def layer_host(place: Place, shard: Shard | None) -> StageCost:
 def host_of_stack(place: Place) -> StageCost:
     """Of one layer for one micro-batch, by the constants of the software; nothing is run again."""
     host = place.stack.host
-    collectives = ((2 if place.tp.ranks > 1 else 0) + place.cp.ranks - 1) * host.collective
+    messages = _context_collectives(place) if place.stack.own else place.cp.ranks - 1
+    collectives = ((2 if place.tp.ranks > 1 else 0) + messages) * host.collective
     return StageCost(host.forward + collectives, 2 / 3 * host.backward + collectives, host.backward / 3)
+
+
+def _context_collectives(place: Place) -> int:
+    """Gathers of keys that our trainer starts in a forward; a backward has them too, and as many reduce-scatters."""
+    return 2 if place.cp.ranks > 1 else 0

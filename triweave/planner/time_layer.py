@@ -18,6 +18,19 @@ _MERGE_OUTPUT = Bytes(10, 10)
 """A step of the ring: its output read (2) and added to a float32 sum (8); backward the same with queries' gradients."""
 _MERGE_KEYS = Bytes(0, 10)
 """Backward, gradients of keys and values: those of the step read (2) and added to the float32 sums that travel (8)."""
+_SUMMED_PARTS, _SUMMED_PARTS_OF_TWO = Bytes(19, 11), Bytes(14, 10)
+"""Ours, per element of the queries, of which one half sees keys in two parts and the other in three (among two ranks in
+two). The first part weighted (6), one between added (10), the last added and rounded (8); backward each read (2), their
+sum written (2) and copied (4)."""
+
+
+class _Context(NamedTuple):
+    """What context parallelism adds to an attention: seconds, forward and backward."""
+
+    exposed: tuple[float, float] = (0.0, 0.0)
+    """Communication that nothing hides."""
+    memory: tuple[float, float] = (0.0, 0.0)
+    """Passes that add up what the parts gave."""
 
 
 class _Half(NamedTuple):
@@ -122,24 +135,22 @@ def _attention(place: Place) -> _Half:
     gradient_casts = place.casts(place.tokens * (query + 2 * key_value + decoder.hidden)) if stack.own else casts
     weights = (Linear(query + 2 * key_value, decoder.hidden), Linear(decoder.hidden, query))
     tp_forward, tp_backward = _tensor_parallel(place, weights, qkv, out, place.stack.reductions // 2)
-    cp_forward, cp_backward = _context_parallel(place, key_value, core_forward, core_backward)
-    merge = place.memory((place.cp.ranks - 1) * place.tokens * query, _MERGE_OUTPUT)
-    merge_keys = place.memory((place.cp.ranks - 1) * place.tokens * 2 * key_value, _MERGE_KEYS)
+    context = (_gathered_keys if stack.own else _ring)(place, query, key_value, core_forward, core_backward)
     parameters = decoder.hidden * (2 * query + 2 * key_value)
     work = Work(
         Parts(
             qkv[0] + out[0],
             core_forward,
-            norm[0] + residual[0] + rotary[0] + heads[0] + casts + merge[0],
+            norm[0] + residual[0] + rotary[0] + heads[0] + casts + context.memory[0],
             tp_forward,
-            cp_forward,
+            context.exposed[0],
         ),
         Parts(
             qkv[1] + out[1],
             core_backward,
-            norm[1] + residual[1] + rotary[1] + heads[1] + gradient_casts + merge[1] + merge_keys[1],
+            norm[1] + residual[1] + rotary[1] + heads[1] + gradient_casts + context.memory[1],
             tp_backward,
-            cp_backward,
+            context.exposed[1],
         ),
         Parts(qkv[2] + out[2], memory=place.accumulate(parameters)),
     )
@@ -231,15 +242,38 @@ def _in_pieces(place: Place, column: Products, row: Products, once: float) -> tu
     return forward, backward
 
 
-def _context_parallel(place: Place, key_value: int, forward: float, backward: float) -> tuple[float, float]:
+def _ring(place: Place, query: int, key_value: int, forward: float, backward: float) -> _Context:
     """Keys and values round the ring beside attention; backward carries their gradients as well."""
-    ranks = place.cp.ranks
-    if ranks == 1:
-        return 0.0, 0.0
+    others = place.cp.ranks - 1
+    if not others:
+        return _Context()
     tensors = 2 * 2.0 * place.tokens * key_value
     hop = send_s(place.machine, tensors, crosses_nodes=place.cp.nodes > 1)
-    slowdown = place.stack.slowdown
-    return (
-        (ranks - 1) * overlapped_s(hop, forward / ranks, slowdown),
-        (ranks - 1) * overlapped_s(2 * hop, backward / ranks, slowdown),
+    slowdown, steps = place.stack.slowdown, place.cp.ranks
+    merge = place.memory(others * place.tokens * query, _MERGE_OUTPUT)
+    merge_keys = place.memory(others * place.tokens * 2 * key_value, _MERGE_KEYS)
+    exposed = (
+        others * overlapped_s(hop, forward / steps, slowdown),
+        others * overlapped_s(2 * hop, backward / steps, slowdown),
     )
+    return _Context(exposed, (merge[0], merge[1] + merge_keys[1]))
+
+
+def _gathered_keys(place: Place, query: int, key_value: int, forward: float, backward: float) -> _Context:
+    """Ours: keys and values of each half of the sequence are gathered, and their gradients reduce-scattered.
+
+    Of the work 1 in 2 cp needs own keys alone, and at least half needs those of the first half. What hides what is in
+    `layers/context_parallel.py`; in backward the last rank has nothing between the two gathers, and nobody has
+    anything left beside the last reduce-scatter.
+    """
+    ranks, slowdown = place.cp.ranks, place.slowdown("collectives")
+    if ranks == 1:
+        return _Context()
+    own = 2 * place.tokens * key_value
+    half = reduce_scatter_s(place.machine, place.cp, 2.0 * own * ranks / 2)
+    ahead = overlapped_s(half, forward / (2 * ranks), slowdown) + overlapped_s(half, forward / 2, slowdown)
+    back = overlapped_s(2 * half, backward / (2 * ranks), slowdown) + overlapped_s(half, backward / 2, slowdown) + half
+    # Own ones put together (4), and backward zeros (2) and sums (6) of what is gathered and of the own.
+    keys = place.memory(own, Bytes(4, 19 + 8 * ranks))
+    parts = place.memory(place.tokens * query, _SUMMED_PARTS if ranks > 2 else _SUMMED_PARTS_OF_TWO)
+    return _Context((ahead, back), (keys[0] + parts[0], keys[1] + parts[1]))

@@ -63,9 +63,10 @@ def _product(name: str, place: Place, n: int, k: int) -> list[LayerOperation]:
 def _attention(place: Place) -> list[LayerOperation]:
     decoder, stack = place.decoder, place.stack
     heads = max(1, decoder.heads // place.tp.ranks)
-    seconds = attention_s(place.machine, stack.attention, place.micro_batch, place.seq, heads, decoder.head_dim)
-    flops = 2.0 * place.micro_batch * heads * decoder.head_dim * place.seq**2 / place.cp.ranks
-    forward, backward = (one / place.cp.ranks / stack.efficiency for one in seconds)
+    seq, ranks = place.seq // place.cp.ranks, place.cp.ranks
+    seconds = attention_s(place.machine, stack.attention, place.micro_batch, seq, heads, decoder.head_dim)
+    flops = 2.0 * place.micro_batch * heads * decoder.head_dim * place.seq**2 / ranks
+    forward, backward = (one * ranks / stack.efficiency for one in seconds)
     return [
         LayerOperation("attention", "forward", flops, 0.0, forward),
         LayerOperation("attention", "backward", 2.5 * flops, 0.0, backward),
