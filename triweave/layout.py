@@ -58,8 +58,8 @@ class Layout:
     all of them."""
     recompute: tuple[Recompute, ...] = ()
     offload: tuple[Offload, ...] = ()
-    """What waits in host memory between forward and backward: of what a layer keeps, the part that `recompute` would
-    make again under the same name."""
+    """What waits in host memory between forward and backward: what `recompute` would make again under the same name, or
+    all that a layer keeps (`layer`), its input included."""
     layers: tuple[int, ...] = ()
     """Decoder layers of each virtual stage, in model order; its length is pp x vpp."""
 

@@ -104,6 +104,7 @@ def layout_json(layout: Layout) -> dict[str, Any]:
         "shard_group": layout.shard_ranks if layout.shard != "none" else None,
         "schedule": layout.schedule,
         "recompute": list(layout.recompute),
+        "offload": list(layout.offload),
         "sequence_parallel": layout.sequence_parallel,
         "keep_gathered": layout.keep_gathered,
         "layers": list(layout.layers),
@@ -118,6 +119,8 @@ def spell_layout(layout: Layout) -> str:
         parts.append("keep gathered")
     if layout.recompute:
         parts.append("recompute " + " ".join(layout.recompute))
+    if layout.offload:
+        parts.append("offload " + " ".join(layout.offload))
     if len(set(layout.layers)) > 1:
         parts.append("layers " + _runs(layout.layers))
     return ", ".join(parts)
