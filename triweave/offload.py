@@ -78,6 +78,30 @@ def _give_all_back(made: Iterable[Tensor], device: torch.device) -> None:
         give_back(memory, device)
 
 
+class Copies:
+    """Copies in one direction of the bus, one after the other, beside what is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` is at one end. Where it is no GPU, copies are done when they return."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, to: Tensor, source: Tensor, after: torch.cuda.Event | None = None) -> None:
+        """Copy behind all that the computing stream was given so far, and behind `after`."""
+        if self._stream is None:
+            to.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What to wait for to have all copies so far; `Event.wait` makes the computing stream do so."""
+        return None if self._stream is None else self._stream.record_event()
+
+
 @dataclass(slots=True, eq=False)
 class LayerKept:
     """What one layer keeps of one micro-batch, and where it is."""
@@ -104,10 +128,7 @@ class Offloader:
         self._leaving: LayerKept | None = None
         """Of the pass that came before, where that was a forward: its memory is still there."""
         self._device = device
-        on_gpu = device.type == "cuda"
-        # Copies out and copies back have a direction of the bus each.
-        self._out = torch.cuda.Stream(device) if on_gpu else None
-        self._back = torch.cuda.Stream(device) if on_gpu else None
+        self._out, self._back = Copies(device), Copies(device)
 
     # --- forward --------------------------------------------------------------------------------------------------
 
@@ -121,8 +142,7 @@ class Offloader:
             return forward(x)
         kept = self.last = LayerKept(self.last)
         y = forward(call_in_backward(x, partial(self._end_pass, None)))
-        if self._out is not None:
-            kept.left = self._out.record_event()
+        kept.left = self._out.mark()
         self._end_pass(kept)
         return call_in_backward(y, partial(self._begin_backward, kept))
 
@@ -139,7 +159,7 @@ class Offloader:
         if tensor.device.type == self._device.type and tensor.is_floating_point() and storage.resizable():
             if self.last is not None and storage._cdata not in self.last.copies:
                 buffer = self.pool.take(storage.nbytes())
-                self._copy(self._out, buffer.memory, _bytes_of(storage, self._device), after=buffer.free)
+                self._out.start(buffer.memory, _bytes_of(storage, self._device), after=buffer.free)
                 self.last.copies[storage._cdata] = storage, buffer
         return tensor
 
@@ -147,7 +167,7 @@ class Offloader:
         """A layer's pass is over, a forward that `kept` something: free what the pass before it kept."""
         leaving, self._leaving = self._leaving, kept
         if leaving is not None:
-            self._wait_for(leaving.left)
+            _wait_for(leaving.left)
             for storage, _ in leaving.copies.values():
                 storage.resize_(0)
 
@@ -155,7 +175,7 @@ class Offloader:
 
     def _begin_backward(self, kept: LayerKept) -> None:
         self.bring_back(kept)
-        self._wait_for(kept.arrived)
+        _wait_for(kept.arrived)
         if kept.before is not None:
             self.bring_back(kept.before)
 
@@ -167,35 +187,21 @@ class Offloader:
         kept.copies.clear()
         if kept is self._leaving:
             self._leaving = None
-            self._wait_for(kept.left)
+            _wait_for(kept.left)
             done = kept.left
         else:
             for storage, buffer in copies:
                 storage.resize_(buffer.memory.numel())
-                self._copy(self._back, _bytes_of(storage, self._device), buffer.memory)
-            done = kept.arrived = None if self._back is None else self._back.record_event()
+                self._back.start(_bytes_of(storage, self._device), buffer.memory)
+            done = kept.arrived = self._back.mark()
         for _, buffer in copies:
             buffer.free = done
             self.pool.put(buffer)
 
-    # --- copies ---------------------------------------------------------------------------------------------------
 
-    def _copy(
-        self, stream: torch.cuda.Stream | None, to: Tensor, source: Tensor, after: torch.cuda.Event | None = None
-    ) -> None:
-        """Copy behind what the computing stream was given so far, and behind `after`."""
-        if stream is None:
-            to.copy_(source)
-            return
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        if after is not None:
-            stream.wait_event(after)
-        with torch.cuda.stream(stream):
-            to.copy_(source, non_blocking=True)
-
-    def _wait_for(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+def _wait_for(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        event.wait()
 
 
 def _bytes_of(storage: UntypedStorage, device: torch.device) -> Tensor:
