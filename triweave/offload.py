@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from triweave.backward_calls import call_in_backward
 from triweave.layout import Offload
@@ -82,12 +82,14 @@ class Copies:
     """Copies in one direction of the bus, one after the other, beside what is computed."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is at one end. Where it is no GPU, copies are done when they return."""
+        """`device` is at one end. Where it is no GPU, copies are done when they return; on meta there is nothing to."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, to: Tensor, source: Tensor, after: torch.cuda.Event | None = None) -> None:
         """Copy behind all that the computing stream was given so far, and behind `after`."""
+        if self._device.type == "meta":
+            return
         if self._stream is None:
             to.copy_(source)
             return
@@ -108,8 +110,8 @@ class LayerKept:
 
     before: LayerKept | None
     """Of the layer whose backward comes next; None where that is not of this stage."""
-    copies: dict[int, tuple[UntypedStorage, HostBuffer]] = field(default_factory=dict)
-    """Storages on their way out, or out; empty once they are back."""
+    copies: dict[int, tuple[Tensor, HostBuffer]] = field(default_factory=dict)
+    """By storage, one tensor that lies in it: on its way out, or out; empty once all are back."""
     left: torch.cuda.Event | None = None
     """The last copy out."""
     arrived: torch.cuda.Event | None = None
@@ -159,8 +161,8 @@ class Offloader:
         if tensor.device.type == self._device.type and tensor.is_floating_point() and storage.resizable():
             if self.last is not None and storage._cdata not in self.last.copies:
                 buffer = self.pool.take(storage.nbytes())
-                self._out.start(buffer.memory, _bytes_of(storage, self._device), after=buffer.free)
-                self.last.copies[storage._cdata] = storage, buffer
+                self._out.start(buffer.memory, _bytes_of(tensor), after=buffer.free)
+                self.last.copies[storage._cdata] = tensor, buffer
         return tensor
 
     def _end_pass(self, kept: LayerKept | None) -> None:
@@ -168,8 +170,8 @@ class Offloader:
         leaving, self._leaving = self._leaving, kept
         if leaving is not None:
             _wait_for(leaving.left)
-            for storage, _ in leaving.copies.values():
-                storage.resize_(0)
+            for tensor, _ in leaving.copies.values():
+                tensor.untyped_storage().resize_(0)
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -190,9 +192,9 @@ class Offloader:
             _wait_for(kept.left)
             done = kept.left
         else:
-            for storage, buffer in copies:
-                storage.resize_(buffer.memory.numel())
-                self._back.start(_bytes_of(storage, self._device), buffer.memory)
+            for tensor, buffer in copies:
+                tensor.untyped_storage().resize_(buffer.memory.numel())
+                self._back.start(_bytes_of(tensor), buffer.memory)
             done = kept.arrived = self._back.mark()
         for _, buffer in copies:
             buffer.free = done
@@ -204,9 +206,9 @@ def _wait_for(event: torch.cuda.Event | None) -> None:
         event.wait()
 
 
-def _bytes_of(storage: UntypedStorage, device: torch.device) -> Tensor:
-    """A storage's bytes, as a tensor whose writes autograd does not count."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of all of a tensor's storage, as a tensor whose writes autograd does not count."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ NAMES = {
     "pipeline": "pipeline bubble, imbalance and messages",
     "data_parallel": "exposed data-parallel communication",
     "optimizer": "optimizer",
+    "offload": "copies to and from host memory",
 }
 """What the parts of a step are called."""
 

@@ -151,6 +151,11 @@ def stage_tapes(spec: ModelSpec, layout: Layout, stage: int, s: Sizes, dtype: st
     return _tapes(s, a, layout.layers[stage], *ends, shared, weight_half)
 
 
+def layer_offloaded(s: Sizes, a: Assumptions) -> Mapping[str, int]:
+    """What one layer keeps in host memory from forward to backward, by tensor."""
+    return _layer(s, a, Unit()).offloaded
+
+
 @lru_cache(maxsize=4096)
 def stage_kept_bytes(s: Sizes, a: Assumptions, num_layers: int, embedding: bool, head: bool) -> int:
     """What one micro-batch keeps on a stage from forward to backward, however its weights are shared."""
