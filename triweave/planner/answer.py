@@ -73,6 +73,7 @@ def candidate_json(request: Request, candidate: Candidate, first: Candidate | No
         "fits": candidate.fits,
         "oom_probability": candidate.oom_probability,
         "peak_gib": [stage.used_bytes / GIB for stage in candidate.memory],
+        "host_gib": [stage.host_bytes / GIB for stage in candidate.memory],
         "peak_allocated_gib": [stage.peak_allocated_bytes / GIB for stage in candidate.memory],
         "capacity_gib": request.capacity_bytes / GIB,
         "step_s": time.step_s,
