@@ -312,9 +312,7 @@ RECOMPUTED: list[tuple[tuple[Recompute, ...], tuple[Offload, ...]]] = [
 
 @pytest.mark.parametrize(("recompute", "moved"), RECOMPUTED, ids=str)
 @pytest.mark.parametrize("layout", [Layout(), Layout(pp=4)], ids=str)
-def test_peak_of_the_real_step(
-    layout: Layout, recompute: tuple[Recompute, ...], moved: tuple[Offload, ...]
-) -> None:
+def test_peak_of_the_real_step(layout: Layout, recompute: tuple[Recompute, ...], moved: tuple[Offload, ...]) -> None:
     """The check follows what leaves and comes back through a whole step, and the planner's peak is its peak.
 
     To the bytes of a few numbers a token; across pipeline ranks to the message that may still be on its way.

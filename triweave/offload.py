@@ -158,11 +158,11 @@ class Offloader:
         """Start to copy a tensor that autograd keeps, with all of its storage and once."""
         storage = tensor.untyped_storage()
         # Masks and seeds of attention kernels are no activations.
-        if tensor.device.type == self._device.type and tensor.is_floating_point() and storage.resizable():
-            if self.last is not None and storage._cdata not in self.last.copies:
-                buffer = self.pool.take(storage.nbytes())
-                self._out.start(buffer.memory, _bytes_of(tensor), after=buffer.free)
-                self.last.copies[storage._cdata] = tensor, buffer
+        moves = tensor.device.type == self._device.type and tensor.is_floating_point() and storage.resizable()
+        if moves and self.last is not None and storage._cdata not in self.last.copies:
+            buffer = self.pool.take(storage.nbytes())
+            self._out.start(buffer.memory, _bytes_of(tensor), after=buffer.free)
+            self.last.copies[storage._cdata] = tensor, buffer
         return tensor
 
     def _end_pass(self, kept: LayerKept | None) -> None:

@@ -57,7 +57,7 @@ class LayoutConfig:
     recompute: tuple[Recompute, ...] = ()
     """What backward computes again instead of keeping: norm, swiglu, attention, mlp (swiglu included), layer (all)."""
     offload: tuple[Offload, ...] = ()
-    """What waits in host memory from forward to backward: attention, mlp (what both keep), layer (all, its input too)."""
+    """What waits in host memory from forward to backward: what attention or mlp keep, or a layer (input too)."""
     layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
     """Layers of each (virtual) stage: `even`, `balanced` (weighs the head), or the numbers in model order."""
     tp_across_nodes: bool = False

@@ -212,7 +212,7 @@ def _offload(layout: Layout, left_out: list[str]) -> Iterator[Argument]:
         left_out.append("layout.offload: mlp: Megatron moves the MLPs of experts to the host, and no others.")
     if "layer" in layout.offload:
         left_out.append(
-            "layout.offload: layer: Megatron's --cpu-offloading-num-layers is refused with a pipeline and with recompute."
+            "layout.offload: layer: Megatron's --cpu-offloading-num-layers goes with no pipeline and no recompute."
         )
 
 

@@ -172,9 +172,10 @@ def _what_would_be_faster(request: Request, candidate: Candidate) -> Iterator[st
         without = price(request, replace(layout, recompute=()))
         costs = 100 * (1 - without.time.step_s / step)
         # What is offloaded and not made again would have to be copied.
-        told = f"costs {costs:.1f} % of the step and saves" if costs >= 0 else f"makes the step {-costs:.1f} % shorter and saves"
+        shorter = f"makes the step {-costs:.1f} % shorter"
+        told = f"costs {costs:.1f} % of the step" if costs >= 0 else shorter
         saved = (without.peak_bytes - candidate.peak_bytes) / GIB
-        yield f"recomputing {', '.join(layout.recompute)} {told} {saved:.1f} GiB"
+        yield f"recomputing {', '.join(layout.recompute)} {told} and saves {saved:.1f} GiB"
     yield from _with_more_memory(request, candidate)
     longer = replace(request, global_batch=2 * request.global_batch)
     gain = 2 * step / time_of(longer, layout).step_s - 1

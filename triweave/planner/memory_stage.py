@@ -100,7 +100,7 @@ class StageTapes:
             variants = (block, *self.layers_before) if is_layer else (block,)
             # A layer's neighbour, whose turn was before in forward and is next in backward, is on its way as well; the
             # head finds the last layer still there, or back.
-            near = [max(0, min(1, times - 1 - behind)) if is_layer else int(block is self.head) for behind in range(len(variants))]
+            near = [int(block is self.head)] if not is_layer else [int(times - 1 > n) for n in range(len(variants))]
             if kind is Kind.FORWARD:
                 for behind, one in enumerate(variants):
                     # Below the last layer an earlier backward's gradients may still be in flight.
