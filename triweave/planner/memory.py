@@ -289,11 +289,12 @@ def _host_bytes(found: _RankPeak) -> int:
     if not any(sizes):
         return 0
     stages = list(found.tapes)
-    return max(
+    most: int = max(
         sum(map(mul, sizes, moment.held)) + sizes[stages.index(moment.stage)]
         for moment in found.moments
         if moment.kind is Kind.FORWARD
     )
+    return most
 
 
 def standing_bytes(

@@ -68,8 +68,6 @@ def _copy_s(place: Place, size: int) -> float:
     if place.trainer is not None and place.trainer.host_copy is not None:
         return place.trainer.host_copy(size)
     if not place.machine.host_bytes_per_s:
-        rule = (
-            "has no price: give gpu.pcie_gb_per_s in a cluster file, or a profile with host copies (probe)"
-        )
+        rule = "has no price: give gpu.pcie_gb_per_s in a cluster file, or a profile with host copies (probe)"
         raise InputError(Problem("layout.offload", place.machine.name, rule))
     return size / place.machine.host_bytes_per_s
