@@ -89,6 +89,22 @@ GRID_CASES = (
         {"keep_gathered": True, "recompute": ("norm",)},
     ),
     Case("twice", "layout.recompute", ("twice",), "[norm]", {"recompute": ("norm", "norm")}),
+    Case("offload twice", "layout.offload", ("twice",), "[mlp]", {"offload": ("mlp", "mlp")}),
+    Case("offload all", "layout.offload", ("the others included",), "[layer]", {"offload": ("layer", "mlp")}),
+    Case(
+        "offload what is made again",
+        "layout.offload",
+        ("mlp is computed again", "[mlp]"),
+        "[attention]",
+        {"recompute": ("mlp",), "offload": ("attention", "mlp")},
+    ),
+    Case(
+        "offload of a layer made again",
+        "layout.offload",
+        ("nothing but each layer's input",),
+        "[layer]",
+        {"recompute": ("layer",), "offload": ("attention",)},
+    ),
 )
 MODEL_CASES = (
     Case(

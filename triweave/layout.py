@@ -23,6 +23,7 @@ REDUCTIONS_BESIDE = 2
 """`gradients`, `full`: units whose gradients are being reduced while the next one's backward computes."""
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["norm", "swiglu", "attention", "mlp", "layer"]
+Offload = Literal["attention", "mlp", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,9 @@ class Layout:
     """Neighbouring ranks of dp x cp among which `shard` splits, each such group a replica of the others (HSDP); None is
     all of them."""
     recompute: tuple[Recompute, ...] = ()
+    offload: tuple[Offload, ...] = ()
+    """What waits in host memory between forward and backward: what `recompute` would make again under the same name, or
+    all that a layer keeps (`layer`), its input included."""
     layers: tuple[int, ...] = ()
     """Decoder layers of each virtual stage, in model order; its length is pp x vpp."""
 

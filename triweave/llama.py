@@ -26,6 +26,7 @@ from triweave.layers.swiglu import SwiGLU
 from triweave.layers.tensor_parallel import TensorParallel
 from triweave.layout import Layout, Recompute
 from triweave.model_spec import ModelSpec
+from triweave.offload import Offloader
 from triweave.parameters import holds_embedding, holds_head, vocab_rows
 from triweave.recompute import checkpointed, checkpointed_after, recomputing
 
@@ -63,9 +64,11 @@ class DecoderLayer(nn.Module):
         *,
         cp: Group | None = None,
         fp8: bool = False,
+        offloader: Offloader | None = None,
     ) -> None:
         super().__init__()
         self.recompute = frozenset(recompute)
+        self.offloader = offloader or Offloader()
         self.input_layernorm = ResidualRMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
         self.self_attn = Attention(spec, tp, kernel, cp=cp, fp8=fp8)
         self.post_attention_layernorm = ResidualRMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
@@ -74,7 +77,11 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, documents: Packed | None) -> Tensor:
         """`[seq/tp, batch, hidden]` to the same shape."""
         block = partial(self._block, rotation=rotation, documents=documents)
-        return checkpointed(block, x, enabled="layer" in self.recompute)
+        return self.offloader.layer(partial(self._whole, block), x)
+
+    def _whole(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        with self.offloader.of("layer"):
+            return checkpointed(block, x, enabled="layer" in self.recompute)
 
     def _block(self, x: Tensor, rotation: Rotation, documents: Packed | None) -> Tensor:
         x, normed = self.input_layernorm(x)
@@ -92,14 +99,16 @@ class DecoderLayer(nn.Module):
         return checkpointed_after(norm.again, x, normed, block, enabled=name in self.recompute)
 
     def _attention(self, x: Tensor, normed: Tensor, rotation: Rotation, documents: Packed | None) -> Tensor:
-        qkv = self._project(self.input_layernorm, self.self_attn.qkv_proj, x, normed)
-        attended: Tensor = self.self_attn(qkv, rotation, documents)
-        return attended
+        with self.offloader.of("attention"):
+            qkv = self._project(self.input_layernorm, self.self_attn.qkv_proj, x, normed)
+            attended: Tensor = self.self_attn(qkv, rotation, documents)
+            return attended
 
     def _mlp(self, x: Tensor, normed: Tensor) -> Tensor:
-        gate_up = self._project(self.post_attention_layernorm, self.mlp.gate_up_proj, x, normed)
-        output: Tensor = self.mlp(gate_up)
-        return output
+        with self.offloader.of("mlp"):
+            gate_up = self._project(self.post_attention_layernorm, self.mlp.gate_up_proj, x, normed)
+            output: Tensor = self.mlp(gate_up)
+            return output
 
     def _project(self, norm: RMSNorm, projection: ColumnParallelLinear, x: Tensor, normed: Tensor) -> Tensor:
         """`projection(normed)`; the norm's output is kept for backward, or computed again there from `x`."""
@@ -121,6 +130,7 @@ class Decoder(nn.Module):
         *,
         cp: Group | None,
         fp8: bool,
+        offloader: Offloader,
     ) -> None:
         super().__init__()
         self.embed_tokens = (
@@ -131,7 +141,7 @@ class Decoder(nn.Module):
         # Keyed by the layer's number in the whole model, so that names are the same on every layout.
         self.layers = nn.ModuleDict(
             {
-                str(layer): DecoderLayer(spec, tp, kernel, layout.recompute, cp=cp, fp8=fp8)
+                str(layer): DecoderLayer(spec, tp, kernel, layout.recompute, cp=cp, fp8=fp8, offloader=offloader)
                 for layer in layout.layers_of(stage)
             }
         )
@@ -152,6 +162,7 @@ class Stage(nn.Module):
         *,
         cp: Group | None = None,
         fp8: bool = False,
+        offloader: Offloader | None = None,
     ) -> None:
         """Build the modules of stage `stage`.
 
@@ -164,10 +175,12 @@ class Stage(nn.Module):
             frequencies: `rotary.inverse_frequencies` on the device that computes.
             cp: the context-parallel ranks; None where there are none.
             fp8: whether the layers' products are in fp8.
+            offloader: what all stages of a rank move to host memory by; None moves nothing.
         """
         super().__init__()
         self.frequencies = frequencies
-        self.model = Decoder(spec, layout, stage, tp, kernel, cp=cp, fp8=fp8)
+        self.offloader = offloader or Offloader()
+        self.model = Decoder(spec, layout, stage, tp, kernel, cp=cp, fp8=fp8, offloader=self.offloader)
         self.lm_head: ColumnParallelLinear | None = None
         if holds_head(layout, stage):
             self.lm_head = ColumnParallelLinear(spec.hidden_size, vocab_rows(spec.vocab_size, tp.size), tp)
@@ -189,6 +202,7 @@ class Stage(nn.Module):
         if x is None:
             raise ValueError("only the first stage starts from tokens")
         rotation = make_rotation(self.frequencies, batch.positions, x.dtype)
+        self.offloader.begin_stage()
         for layer in self.model.layers.values():
             x = layer(x, rotation, batch.documents)
         if self.lm_head is not None and self.model.norm is not None:

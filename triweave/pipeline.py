@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from triweave.gradients import WeightGradients, Work
 from triweave.groups import Groups
 from triweave.llama import Stage, StageInput
+from triweave.offload import LayerKept, Offloader
 from triweave.schedule.actions import Action, Kind, PipelineSchedule
 from triweave.schedule.dataflow import Message, Result, makes, receives, sends
 
@@ -31,6 +32,8 @@ class Held:
 
     x: Tensor | None
     output: GradientEdge
+    kept: LayerKept | None
+    """By the layer whose backward comes first, as far as it waits in host memory."""
 
 
 def forwards_of(schedule: PipelineSchedule) -> PipelineSchedule:
@@ -51,6 +54,7 @@ class Pipeline:
         dtype: torch.dtype,
         begin: Callable[[Sequence[Action]], None],
         end_backward: Callable[[], None],
+        offloader: Offloader | None = None,
     ) -> None:
         """Take a rank's stages.
 
@@ -62,6 +66,7 @@ class Pipeline:
             dtype: of the same.
             begin: called before each run, with all that this rank will do.
             end_backward: called when a stage's backward has left all its weight gradients.
+            offloader: what the stages' layers move to host memory by.
         """
         self.stages = stages
         self.groups = groups
@@ -70,6 +75,7 @@ class Pipeline:
         self.dtype = dtype
         self.begin = begin
         self.end_backward = end_backward
+        self.offloader = offloader or Offloader()
         self.before_action: Callable[[Action | None], None] = lambda action: None
         """Told of each action before it computes, and of None after the last one: for who measures."""
         self.after_action: Callable[[Action], None] = lambda action: None
@@ -120,10 +126,12 @@ class _Execution:
         messages = [receives(self.schedule, action) for action in actions]
         if messages:
             self.expect(messages[0])
-        for action, message, following in zip(actions, messages, [*messages[1:], None], strict=True):
-            # The next message travels while this action computes.
-            self.expect(following)
+        following = zip([*actions[1:], None], [*messages[1:], None], strict=True)
+        for action, message, (next_action, next_message) in zip(actions, messages, following, strict=True):
+            # The next message travels while this action computes, and so does what waits in host memory.
+            self.expect(next_message)
             received = self.take(message)
+            self.bring_back(next_action)
             self.pipeline.before_action(action)
             self.do(action, received)
             self.pipeline.after_action(action)
@@ -161,7 +169,7 @@ class _Execution:
         else:
             self.give(action, output.detach())
         if keep:
-            self.held[stage, micro_batch] = Held(x, get_gradient_edge(output))
+            self.held[stage, micro_batch] = Held(x, get_gradient_edge(output), self.pipeline.offloader.last)
 
     def backward(self, action: Action, received: Tensor | None) -> None:
         stage, micro_batch = action.stage, action.micro_batch
@@ -175,6 +183,13 @@ class _Execution:
         torch.autograd.backward((held.output,), (grad,))
         if held.x is not None and held.x.grad is not None:
             self.give(action, held.x.grad)
+
+    def bring_back(self, action: Action | None) -> None:
+        """Start to bring back from host memory what a backward begins with."""
+        if action is not None and action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            held = self.held.get((action.stage, action.micro_batch))
+            if held is not None and held.kept is not None:
+                self.pipeline.offloader.bring_back(held.kept)
 
     def expect(self, message: Message | None) -> None:
         """Start to receive a message, once."""

@@ -61,7 +61,7 @@ def grid_problems(layout: Layout, *, world_size: int | None, global_batch: int) 
     # With a wrong grid dp is not settled, and what is told about the batch would be about another one.
     batch = [] if grid else list(_batch(layout, global_batch))
     shards = [] if grid else list(_shard_group(layout))
-    return [*grid, *_schedule(layout), *batch, *shards, *_recompute(layout)]
+    return [*grid, *_schedule(layout), *batch, *shards, *_recompute(layout), *_offload(layout)]
 
 
 def model_problems(
@@ -175,6 +175,24 @@ def _recompute(layout: Layout) -> Iterator[Problem]:
     if layout.keep_gathered and "norm" in kinds:
         rule = "norm computes a product's input again in backward, slice by slice, so there is nothing gathered to keep"
         yield Problem("layout.keep_gathered", "true", rule, "false")
+
+
+def _offload(layout: Layout) -> Iterator[Problem]:
+    kinds, again = layout.offload, layout.recompute
+    shown = f"[{', '.join(kinds)}]"
+    once = list(dict.fromkeys(kinds))
+    made_again = [kind for kind in once if kind != "layer" and kind in again]
+    if len(once) < len(kinds):
+        yield Problem("layout.offload", shown, "names one thing twice", f"[{', '.join(once)}]")
+    elif "layer" in kinds and len(kinds) > 1:
+        yield Problem("layout.offload", shown, "layer moves all that a layer keeps, the others included", "[layer]")
+    elif "layer" in again and kinds and "layer" not in kinds:
+        rule = "recompute: [layer] keeps nothing but each layer's input, and that is offload: [layer]"
+        yield Problem("layout.offload", shown, rule, "[layer]")
+    elif made_again:
+        rule = f"{made_again[0]} is computed again (recompute: [{', '.join(again)}]): nothing is kept that could wait"
+        rest = [kind for kind in once if kind not in made_again]
+        yield Problem("layout.offload", shown, rule, f"[{', '.join(rest)}]")
 
 
 def even_problems(spec: ModelSpec, layout: Layout) -> list[Problem]:

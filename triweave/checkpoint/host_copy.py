@@ -9,16 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from triweave.pinned import give_back, host_memory
+
 _ALIGNMENT = 256
 """Bytes between which copies start: what fast transfers ask for."""
 
 
 class HostCopy:
-    """Memory for copies of tensors. On a GPU it is pinned, so that copies run at the speed of the bus.
-
-    One block, registered with CUDA as a whole: torch's allocator of pinned memory rounds each tensor up to a power of
-    two (torch 2.13), which would take up to twice the memory.
-    """
+    """Memory for copies of tensors, one block. On a GPU it is pinned, so that copies run at the speed of the bus."""
 
     def __init__(self, num_bytes: Sequence[int], device: torch.device) -> None:
         """Make room for tensors of `num_bytes` each; on a GPU this takes a second for a few GB.
@@ -29,12 +27,8 @@ class HostCopy:
         self._starts = [0]
         for size in num_bytes:
             self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        self._block = torch.empty(self._starts[-1], dtype=torch.uint8)
+        self._block = host_memory(self._starts[-1], device)
         self._device = device
-        if device.type == "cuda" and self._block.numel():
-            error = int(torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), self._block.numel(), 0))
-            if error:
-                raise RuntimeError(f"CUDA cannot pin {self._block.numel():,} bytes of this host (error {error})")
 
     @property
     def num_bytes(self) -> int:
@@ -57,8 +51,7 @@ class HostCopy:
 
     def close(self) -> None:
         """Give the memory back."""
-        if self._device.type == "cuda" and self._block.numel():
-            torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
+        give_back(self._block, self._device)
         self._block = torch.empty(0, dtype=torch.uint8)
 
 

@@ -26,6 +26,7 @@ USUAL_KEYS = (
     "layout.micro_batch",
     "layout.schedule",
     "layout.recompute",
+    "layout.offload",
     "layout.shard",
     "data.train",
     "data.validation",

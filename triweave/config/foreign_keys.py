@@ -242,6 +242,14 @@ TABLE: tuple[Foreign, ...] = (
         {True: "[layer]", False: "[]", "full": "[layer]", "selective": "[swiglu]"},
     ),
     Foreign(
+        "layout.offload",
+        "activation_offloading (TRL and Axolotl), enable_activation_offloading (torchtune), "
+        "fine_grained_activation_offloading (Megatron-LM), offload_modules (Megatron-LM), "
+        "cpu_offloading_num_layers (Megatron-LM)",
+        "what waits in host memory: [attention, mlp] without recompute, [layer] beside recompute: [layer]",
+        {True: "[attention, mlp]", False: "[]"},
+    ),
+    Foreign(
         "cluster",
         "nproc_per_node (torchrun), nnodes (torchrun), num_nodes (SkyPilot and Lightning), gpus_per_node (several "
         "launchers), num_machines (accelerate), num_processes (accelerate), devices (Lightning and litgpt)",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from triweave.layout import Recompute, Schedule, Shard
+from triweave.layout import Offload, Recompute, Schedule, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class LayoutConfig:
     """Neighbouring ranks of dp x cp that `shard` splits among; left out, all of them. Fewer: HSDP."""
     recompute: tuple[Recompute, ...] = ()
     """What backward computes again instead of keeping: norm, swiglu, attention, mlp (swiglu included), layer (all)."""
+    offload: tuple[Offload, ...] = ()
+    """What waits in host memory from forward to backward: what attention or mlp keep, or a layer (input too)."""
     layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
     """Layers of each (virtual) stage: `even`, `balanced` (weighs the head), or the numbers in model order."""
     tp_across_nodes: bool = False

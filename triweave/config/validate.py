@@ -149,6 +149,7 @@ def layout_of(config: LayoutConfig, world_size: int | None) -> Layout:
         shard=config.shard,
         shard_group=config.shard_group,
         recompute=config.recompute,
+        offload=config.offload,
     )
 
 

@@ -22,6 +22,7 @@ _OF_FILE = {
     "collectives.py": COLLECTIVES,
     "llama.py": ACTIVATIONS,
     "recompute.py": ACTIVATIONS,
+    "offload.py": ACTIVATIONS,
     "layers/cross_entropy.py": LOSS,
     "kernels/cross_entropy.py": LOSS,
     "training/optimizer.py": MOMENTS,

@@ -131,7 +131,8 @@ def enough_micro_batches(layout: Layout, pp_rank: int, num_micro_batches: int, l
     """
 
     def moments(count: int) -> frozenset[Moment]:
-        return frozenset(worst_moments(layout.schedule, layout.pp, layout.vpp, count, pp_rank))
+        numbers = layout.schedule, layout.pp, layout.vpp, count, pp_rank
+        return frozenset(worst_moments(*numbers, offload=bool(layout.offload)))
 
     wanted = moments(num_micro_batches)
     step = layout.pp if layout.schedule == "interleaved" else 1

@@ -27,8 +27,10 @@ class Places:
         """Kernels before each action, and after the last one."""
 
     def __call__(self) -> tuple[str, str] | None:
-        """Component of what is made now, and where that is; None for a module's placeholders, which take nothing."""
+        """Component of what is made now, and where that is; None for what takes nothing of the card."""
         file, function = caller()
+        if (file, function) == ("offload.py", "_make"):
+            return None  # memory of the host
         # What modules make before they get their weights are placeholders, which take nothing.
         if self.building and (file == "llama.py" or file.startswith("layers/")):
             return None

@@ -18,6 +18,9 @@ SAVES = "$SAVE_FOLDER"
 SHELL_VALUES = (DATA, STEPS, START, SAVES)
 """Values that the script's variables give: what a run file does not hold in Megatron's form."""
 
+OFFLOAD_MODULES = ("qkv_linear", "core_attn", "attn_proj")
+"""Whose inputs are what attention keeps."""
+
 VOCAB_MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)
 
 
@@ -70,7 +73,7 @@ def export(resolved: ResolvedRun, cluster: Cluster) -> Exported:
         "PARALLEL": [*_grid(layout), *_stages(layout, left_out), *_data_parallel(layout, left_out)],
         "MODEL": list(_model(resolved.spec, resolved.run.data.seq_len, layout.tp)),
         "ATTENTION": list(_attention(resolved, cluster)),
-        "MEMORY": list(_recompute(layout, left_out)),
+        "MEMORY": [*_recompute(layout, left_out), *_offload(layout, left_out)],
         "PRECISION": list(_precision(resolved)),
         "BATCH": [
             _argument("micro-batch-size", layout.micro_batch),
@@ -196,6 +199,21 @@ def _recompute(layout: Layout, left_out: list[str]) -> Iterator[Argument]:
         )
     reason = "flash attention keeps no scores, so that there is nothing to be saved by computing them again."
     left_out.append(f"--recompute-modules core_attn: {reason}")
+
+
+def _offload(layout: Layout, left_out: list[str]) -> Iterator[Argument]:
+    if "attention" in layout.offload:
+        yield _argument("fine-grained-activation-offloading")
+        yield _argument("offload-modules", *OFFLOAD_MODULES)
+        left_out.append(
+            "NVTE_CPU_OFFLOAD_V1=1: --fine-grained-activation-offloading needs it from Transformer Engine 2.10 on."
+        )
+    if "mlp" in layout.offload:
+        left_out.append("layout.offload: mlp: Megatron moves the MLPs of experts to the host, and no others.")
+    if "layer" in layout.offload:
+        left_out.append(
+            "layout.offload: layer: Megatron's --cpu-offloading-num-layers goes with no pipeline and no recompute."
+        )
 
 
 def _precision(resolved: ResolvedRun) -> Iterator[Argument]:

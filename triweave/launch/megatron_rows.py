@@ -154,6 +154,18 @@ ROWS: dict[str, Row] = {
     "--recompute-activations": Row(
         "layout.recompute", lambda values, given: None, otherwise="flash attention keeps no scores to compute again"
     ),
+    "--fine-grained-activation-offloading": Row(
+        "layout.offload", lambda values, given: None, otherwise="--offload-modules says what"
+    ),
+    "--offload-modules": Row(
+        "layout.offload",
+        lambda values, given: "[attention]" if "core_attn" in values else None,
+        "with all that attention keeps",
+        otherwise="a norm's or a projection's input does not go alone",
+    ),
+    "--cpu-offloading-num-layers": Row(
+        "layout.offload", lambda values, given: "[layer]" if int(values[0]) else None, "in every layer"
+    ),
     "--bf16": Row("model.dtype", _is("bfloat16")),
     "--fp8-format": Row("model.fp8", _is("true")),
     "--attention-backend": Row("model.attention", lambda values, given: BACKENDS[values[0].rpartition(".")[2]]),

@@ -72,6 +72,7 @@ def candidate_json(request: Request, candidate: Candidate, first: Candidate | No
         "fits": candidate.fits,
         "oom_probability": candidate.oom_probability,
         "peak_gib": [stage.used_bytes / GIB for stage in candidate.memory],
+        "host_gib": [stage.host_bytes / GIB for stage in candidate.memory],
         "peak_allocated_gib": [stage.peak_allocated_bytes / GIB for stage in candidate.memory],
         "capacity_gib": request.capacity_bytes / GIB,
         "step_s": time.step_s,
@@ -102,6 +103,7 @@ def layout_json(layout: Layout) -> dict[str, Any]:
         "shard_group": layout.shard_ranks if layout.shard != "none" else None,
         "schedule": layout.schedule,
         "recompute": list(layout.recompute),
+        "offload": list(layout.offload),
         "sequence_parallel": layout.sequence_parallel,
         "keep_gathered": layout.keep_gathered,
         "layers": list(layout.layers),
@@ -115,6 +117,8 @@ def spell_layout(layout: Layout) -> str:
         parts.append("keep gathered")
     if layout.recompute:
         parts.append("recompute " + " ".join(layout.recompute))
+    if layout.offload:
+        parts.append("offload " + " ".join(layout.offload))
     if len(set(layout.layers)) > 1:
         parts.append("layers " + _runs(layout.layers))
     return ", ".join(parts)

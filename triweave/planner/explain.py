@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 from triweave.layout import Layout, even_layers
 from triweave.planner.assumptions import GIB
+from triweave.planner.offloads import fastest_that_fits, offloaded_layouts, what_it_pins
 from triweave.planner.request import (
     MAX_OOM_PROBABILITY,
     Candidate,
@@ -29,6 +30,7 @@ NAMES = {
     "pipeline": "pipeline bubble, imbalance and messages",
     "data_parallel": "exposed data-parallel communication",
     "optimizer": "optimizer",
+    "offload": "copies to and from host memory",
 }
 """What the parts of a step are called."""
 
@@ -41,6 +43,7 @@ _GAIN = 0.99
 def why(request: Request, candidate: Candidate) -> list[str]:
     """Sentences about one layout, the most telling first."""
     lines = [_where_time_goes(candidate), _where_memory_goes(request, candidate)]
+    lines += what_it_pins(request, candidate)
     lines += _what_its_axes_are_for(request, candidate)
     if not candidate.fits:
         lines += _what_would_fit(request, candidate)
@@ -158,6 +161,7 @@ def _single_changes(request: Request, layout: Layout) -> Iterator[tuple[str, Lay
             changes.append((f"{axis} {2 * size} and dp {moved.dp} in place of dp {layout.dp}", moved))
     if layout.micro_batch > 1:
         changes.append(("micro-batch 1", replace(layout, micro_batch=1)))
+    changes += offloaded_layouts(request, layout)
     return ((change, other) for change, other in changes if not legal_problems(request, other))
 
 
@@ -166,10 +170,12 @@ def _what_would_be_faster(request: Request, candidate: Candidate) -> Iterator[st
     step, layout = candidate.time.step_s, candidate.layout
     if layout.recompute:
         without = price(request, replace(layout, recompute=()))
-        yield (
-            f"recomputing {', '.join(layout.recompute)} costs {100 * (1 - without.time.step_s / step):.1f} % of"
-            f" the step and saves {(without.peak_bytes - candidate.peak_bytes) / GIB:.1f} GiB"
-        )
+        costs = 100 * (1 - without.time.step_s / step)
+        # What is offloaded and not made again would have to be copied.
+        shorter = f"makes the step {-costs:.1f} % shorter"
+        told = f"costs {costs:.1f} % of the step" if costs >= 0 else shorter
+        saved = (without.peak_bytes - candidate.peak_bytes) / GIB
+        yield f"recomputing {', '.join(layout.recompute)} {told} and saves {saved:.1f} GiB"
     yield from _with_more_memory(request, candidate)
     longer = replace(request, global_batch=2 * request.global_batch)
     gain = 2 * step / time_of(longer, layout).step_s - 1
@@ -196,4 +202,10 @@ def _with_more_memory(request: Request, candidate: Candidate) -> Iterator[str]:
             again = f"recompute [{', '.join(one.recompute)}]" if one.recompute else "nothing recomputed"
             needs = f"{more / GIB:.1f} GiB more memory would allow" if more > 0 else "faster, and it fits:"
             yield f"{needs} micro-batch {one.micro_batch} and {again}: {seconds:.2f} s ({_change(seconds, step)})"
+            if more > 0 and (found := fastest_that_fits(request, one)) and found[1].time.step_s < _GAIN * step:
+                change, offloaded = found
+                yield (
+                    f"with {change} micro-batch {one.micro_batch} fits: {offloaded.peak_bytes / GIB:.1f} GiB,"
+                    f" {offloaded.time.step_s:.2f} s ({_change(offloaded.time.step_s, step)})"
+                )
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from triweave.errors import divisors
 from triweave.layout import Layout, even_layers
 from triweave.planner.assumptions import GIB
+from triweave.planner.offloads import fastest_that_fits
 from triweave.planner.request import Candidate, Request, legal_problems, price
 from triweave.planner.words import as_typed
 
@@ -58,6 +59,18 @@ def _verdict(request: Request, layout: Layout, first: Candidate | None) -> str:
     speed = f"{one.time.step_s:.2f} s, MFU {100 * one.time.mfu.causal:.1f} % causal"
     if not one.fits:
         over = f"{needed - capacity:.1f} too many" if needed > capacity else "too near to be safe"
-        return f"OUT OF MEMORY at the {fullest.at}: {needed:.1f} GiB of {capacity:.1f}, {over} (else {speed})"
-    slower = "" if first is None else f", {100 * (one.time.step_s / first.time.step_s - 1):.0f} % slower than the first"
-    return f"fits with {needed:.1f} GiB of {capacity:.1f}: {speed}{slower}"
+        told = f"OUT OF MEMORY at the {fullest.at}: {needed:.1f} GiB of {capacity:.1f}, {over} (else {speed})"
+        found = fastest_that_fits(request, layout)
+        return told if found is None else f"{told}; with {found[0]} it fits: {_fits(found[1], first)}"
+    return f"fits with {needed:.1f} GiB of {capacity:.1f}: {speed}{_beside(one, first)}"
+
+
+def _fits(one: Candidate, first: Candidate | None) -> str:
+    return f"{one.peak_bytes / GIB:.1f} GiB, step {one.time.step_s:.2f} s{_beside(one, first)}"
+
+
+def _beside(one: Candidate, first: Candidate | None) -> str:
+    if first is None:
+        return ""
+    more = 100 * (one.time.step_s / first.time.step_s - 1)
+    return f", {abs(more):.0f} % {'slower' if more >= 0 else 'faster'} than the first"

@@ -77,6 +77,7 @@ def forecast(resolved: ResolvedRun, cluster: Cluster | None, on: Machine | None 
                 "allocated_bytes": one.peak_allocated_bytes,
                 "reserved_bytes": one.reserved_bytes,
                 "used_bytes": one.used_bytes,
+                "host_bytes": one.host_bytes,
                 "at": one.at,
                 "components": dict(one.components),
             }

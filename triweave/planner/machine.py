@@ -147,6 +147,8 @@ class Machine:
     """Products of this very machine by precision and order of operands; `matmuls` then is empty."""
     trainer: Trainer | None = None
     """What this package's trainer was measured to do; priced in its own stack alone."""
+    host_bytes_per_s: float = 0.0
+    """Copies between pinned host memory and the GPU, one way; 0 where nothing is known."""
 
     @property
     def hbm_kernel_bytes_per_s(self) -> float:
@@ -195,6 +197,11 @@ _H200_MATMULS = tuple(
 )
 
 
+HOST_COPY_SHARE = 0.86
+"""Of the bus's datasheet rate, what copies from pinned memory reach: 54.8 GB/s of PCIe 5.0 x16 on an H200 (256 MiB,
+`triweave probe`); on other cards it is taken for the same."""
+
+
 def _curves(two: Curve, four: Curve, eight: Curve) -> Mapping[int, Curve]:
     return MappingProxyType({2: two, 4: four, 8: eight})
 
@@ -226,6 +233,7 @@ def _machine(
         sheet.nic_bandwidth,
         matmuls=matmuls,
         nvlink_gather=gather if gather is not None else MappingProxyType({}),
+        host_bytes_per_s=HOST_COPY_SHARE * sheet.pcie_bandwidth,
     )
 
 
@@ -327,6 +335,7 @@ def _machine_of(gpu: Gpu, ports_per_gpu: float) -> Machine:
         nvlink_all_reduce=MappingProxyType({n: curve.times(link) for n, curve in known.nvlink_all_reduce.items()}),
         nvlink_gather=MappingProxyType({n: curve.times(link) for n, curve in known.nvlink_gather.items()}),
         nic_bytes_per_s=gpu.nic_bandwidth * ports_per_gpu,
+        host_bytes_per_s=HOST_COPY_SHARE * gpu.pcie_bandwidth,
         # Products of another card say nothing of this one.
         matmuls=known.matmuls if gpu.peak_flops == usual.peak_flops else (),
     )

@@ -38,6 +38,8 @@ from triweave.schedule.actions import Kind
 from triweave.sharing import beside_bytes
 
 _TOKEN_BYTES = 8
+_PAGE = 4096
+"""Of host memory; what is pinned starts and ends with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class StageMemory:
     """The moment of the peak."""
     uncertainty: float
     """Standard deviation of the prediction, as a share of `used_bytes`."""
+    host_bytes: int = 0
+    """What the rank pins of its host's memory for what it offloads, at most."""
 
     def out_of_memory_probability(self, capacity_bytes: int) -> float:
         """Probability that a run needs more than the card has (`Gpu.usable_bytes`), between 0 and 1."""
@@ -158,7 +162,9 @@ def _ranks(
         units = [unit for stage in layout.stages_of(rank) for unit in stage_units(spec, layout, stage, a)]
         states = states_of(units, layout, dtype, a)
         standing = _standing_bytes(spec, layout, rank, s, num_micro_batches, dtype, a, units, states)
-        moments = worst_moments(layout.schedule, layout.pp, layout.vpp, num_micro_batches, rank)
+        moments = worst_moments(
+            layout.schedule, layout.pp, layout.vpp, num_micro_batches, rank, offload=bool(layout.offload)
+        )
         yield _Rank(rank, standing, states.step_working_set, moments)
 
 
@@ -187,8 +193,9 @@ class _RankPeak:
     tapes: Mapping[int, StageTapes]
     standing: Mapping[str, int]
     """What is there at every moment."""
+    moments: tuple[Moment, ...]
     moment: Moment | None
-    """None is the optimizer's step."""
+    """The fullest one; None is the optimizer's step."""
     peak: Peak | None
     step_bytes: int
     """What the optimizer's step takes."""
@@ -223,12 +230,13 @@ class _Stage:
         self.tapes = tapes
         self.kept_bytes = tapes.kept_bytes
         self.put_off_bytes = tapes.put_off_bytes
-        self.peaks: dict[str, Peak] = {}
+        self.peaks: dict[tuple[str, int, int], Peak] = {}
 
-    def peak(self, kind: Kind) -> Peak:
-        found = self.peaks.get(kind.value)
+    def peak(self, moment: Moment) -> Peak:
+        key = moment.kind.value, moment.leaving, moment.coming
+        found = self.peaks.get(key)
         if found is None:
-            found = self.peaks[kind.value] = self.tapes.peak(kind)
+            found = self.peaks[key] = self.tapes.peak(moment.kind, moment.leaving, moment.coming)
         return found
 
 
@@ -239,14 +247,14 @@ def _rank_peak(one: _Rank, stages: Mapping[int, _Stage]) -> _RankPeak:
     best, best_bytes = None, -1
     for moment in one.moments:
         held = sum(map(mul, kept, moment.held)) + sum(map(mul, put_off, moment.put_off))
-        here = stages[moment.stage].peak(moment.kind).bytes + held
+        here = stages[moment.stage].peak(moment).bytes + held
         if here > best_bytes:
             best, best_bytes = moment, here
     tapes = {stage: found.tapes for stage, found in stages.items()}
     if best is None or one.step_bytes > best_bytes:
-        return _RankPeak(one.rank, tapes, one.standing, None, None, one.step_bytes, base + one.step_bytes)
-    peak = stages[best.stage].peak(best.kind)
-    return _RankPeak(one.rank, tapes, one.standing, best, peak, one.step_bytes, base + best_bytes)
+        return _RankPeak(one.rank, tapes, one.standing, one.moments, None, None, one.step_bytes, base + one.step_bytes)
+    peak = stages[best.stage].peak(best)
+    return _RankPeak(one.rank, tapes, one.standing, one.moments, best, peak, one.step_bytes, base + best_bytes)
 
 
 def _rank_memory(found: _RankPeak, spec: ModelSpec, layout: Layout, a: Assumptions) -> StageMemory:
@@ -268,7 +276,25 @@ def _rank_memory(found: _RankPeak, spec: ModelSpec, layout: Layout, a: Assumptio
         components={name: size for name, size in (components + Counter(beside)).items() if size},
         at=at,
         uncertainty=a.spread,
+        host_bytes=_host_bytes(found),
     )
+
+
+def _host_bytes(found: _RankPeak) -> int:
+    """Whole pages for everything that waits at once, of which the last forward finds most."""
+    sizes = []
+    for tapes in found.tapes.values():
+        pages = sum(-(-size // _PAGE) for size in tapes.layer.offloaded.values())
+        sizes.append(_PAGE * pages * tapes.num_layers)
+    if not any(sizes):
+        return 0
+    stages = list(found.tapes)
+    most: int = max(
+        sum(map(mul, sizes, moment.held)) + sizes[stages.index(moment.stage)]
+        for moment in found.moments
+        if moment.kind is Kind.FORWARD
+    )
+    return most
 
 
 def standing_bytes(

@@ -20,6 +20,10 @@ _IN_CONTEXT = (
     "received gradient",
     "more received gradient",
 )
+_OFFLOADED = {
+    "attention": ("attention input", "gathered attention input", *_ATTENTION),
+    "mlp": ("mlp input", "gathered mlp input", "gate and up", "product"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,10 @@ def layer_block(s: Sizes, unit: Unit) -> Block:
     _attention_backward(b, s)
     b.free("gathered weights")
     b.free("whole gradients", "gradients in flight", "gradient")
-    return Block(kept, Pass.of(f), Pass.of(b), _put_off(s))
+    moved = kept if "layer" in s.offload else [name for kind in s.offload for name in _OFFLOADED[kind]]
+    stays = {name: size for name, size in kept.items() if name not in moved}
+    offloaded = {name: size for name, size in kept.items() if name in moved}
+    return Block(stays, Pass.of(f), Pass.of(b), _put_off(s), offloaded)
 
 
 def head_block(s: Sizes, unit: Unit) -> Block:

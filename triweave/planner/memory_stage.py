@@ -82,34 +82,54 @@ class StageTapes:
         """The same, in bytes."""
         return sum(block.put_off_bytes * times for block, times, _ in self.blocks)
 
-    def peak(self, kind: Kind) -> Peak:
-        """The most that one action holds for its micro-batch."""
+    def peak(self, kind: Kind, leaving: int = 0, coming: int = 0) -> Peak:
+        """The most that one action holds for its micro-batch.
+
+        Args:
+            kind: of the action.
+            leaving: layers of another micro-batch that are still here and on their way to host memory, until the
+                action's first layer is done (`Moment.leaving`).
+            coming: layers of another micro-batch that are on their way back (`Moment.coming`).
+        """
         peaks = []
         blocks = self.blocks
         for index, (block, times, name) in enumerate(blocks):
             earlier = [(self.shared, 1), *((other.kept, count) for other, count, _ in blocks[:index])]
             later = [(other.put_off, count) for other, count, _ in blocks[index + 1 :]]
-            variants = (block, *self.layers_before) if block is self.layer else (block,)
+            is_layer = block is self.layer
+            variants = (block, *self.layers_before) if is_layer else (block,)
+            # A layer's neighbour, whose turn was before in forward and is next in backward, is on its way as well; the
+            # head finds the last layer still there, or back.
+            near = [int(block is self.head)] if not is_layer else [int(times - 1 > n) for n in range(len(variants))]
             if kind is Kind.FORWARD:
                 for behind, one in enumerate(variants):
                     # Below the last layer an earlier backward's gradients may still be in flight.
                     if behind == 0 or one is not block:
-                        held = [*earlier, (block.kept, times - 1 - behind)]
+                        moving = (near[behind] or leaving) + coming
+                        held = [*earlier, (block.kept, times - 1 - behind), *self._moving(moving)]
                         peaks.append(_peak(one.forward, held, f"forward of {name}"))
             elif kind is Kind.BACKWARD:
                 for behind, one in enumerate(variants):
-                    held = [*earlier, (block.kept, times - 1 - behind)]
+                    moving = near[behind] + coming + (leaving if behind == 0 and block is not self.embedding else 0)
+                    held = [*earlier, (block.kept, times - 1 - behind), *self._moving(moving)]
                     peaks.append(_peak(one.backward, held, f"backward of {name}"))
             elif kind is Kind.BACKWARD_INPUT:
                 # At the first layer to run backward all others are whole; at the last one they are put off.
-                first = [*earlier, (block.kept, times - 1), *later]
-                last = [*earlier, *later, (block.put_off, times - 1)]
+                until_first = leaving if block is not self.embedding else 0
+                first = [*earlier, (block.kept, times - 1), *later, *self._moving(near[0] + coming + until_first)]
+                last = [*earlier, *later, (block.put_off, times - 1), *self._moving(coming)]
                 peaks.append(_peak(block.backward, first, f"input backward of {name}"))
                 peaks.append(_peak(block.backward, last, f"input backward of {name}"))
         if kind is Kind.BACKWARD_WEIGHT:
             working = {"sharding of the weight half": self.weight_half}
-            return Peak(self.put_off_bytes + self.weight_half, tuple(self.put_off()), working, "weight backward")
+            held = [*self.put_off(), *self._moving(leaving + coming)]
+            size = self.put_off_bytes + self.weight_half + self.layer.offloaded_bytes * (leaving + coming)
+            return Peak(size, tuple(held), working, "weight backward")
         return max(peaks, key=lambda peak: peak.bytes)
+
+    def _moving(self, layers: int) -> list[tuple[Mapping[str, int], int]]:
+        """What layers keep that are on their way to host memory or back; layers are alike."""
+        return [(self.layer.offloaded, layers)] if layers and self.layer.offloaded else []
 
 
 def _peak(part: Pass, before: list[tuple[Mapping[str, int], int]], where: str) -> Peak:
@@ -129,6 +149,11 @@ def stage_tapes(spec: ModelSpec, layout: Layout, stage: int, s: Sizes, dtype: st
         shared = {name: replace(unit, whole_gradients=0, reducing=0) for name, unit in shared.items()}
     ends = holds_embedding(layout, stage), holds_head(layout, stage)
     return _tapes(s, a, layout.layers[stage], *ends, shared, weight_half)
+
+
+def layer_offloaded(s: Sizes, a: Assumptions) -> Mapping[str, int]:
+    """What one layer keeps in host memory from forward to backward, by tensor."""
+    return _layer(s, a, Unit()).offloaded
 
 
 @lru_cache(maxsize=4096)

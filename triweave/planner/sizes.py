@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triweave.layout import Layout, Recompute
+from triweave.layout import Layout, Offload, Recompute
 from triweave.model_spec import ModelSpec
 from triweave.planner.assumptions import Assumptions
 
@@ -48,6 +48,7 @@ class Sizes:
     scores: int
     """`[batch, heads/tp, seq, seq]`."""
     recompute: frozenset[Recompute]
+    offload: frozenset[Offload]
     gated: bool
 
     @property
@@ -99,6 +100,7 @@ def sizes_of(spec: ModelSpec, layout: Layout, seq_len: int, dtype: str, assumpti
         rotary=tokens * spec.head_dim * element,
         scores=layout.micro_batch * heads * seq * seq_len * element,
         recompute=frozenset(layout.recompute),
+        offload=frozenset(layout.offload),
         gated=spec.gated_mlp,
     )
 

@@ -74,15 +74,23 @@ class Block:
     """
 
     kept: Mapping[str, int]
+    """Where it waits in host memory it is among `offloaded`, and only the passes count it."""
     forward: Pass
     backward: Pass
     put_off: Mapping[str, int] = field(default_factory=dict)
     """What stays from the input half of a split backward to its weight half."""
+    offloaded: Mapping[str, int] = field(default_factory=dict)
+    """What waits in host memory from forward to backward."""
 
     @property
     def kept_bytes(self) -> int:
         """Bytes from the forward of a micro-batch to its backward."""
         return sum(self.kept.values())
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the device that host memory saves while a micro-batch waits for its backward."""
+        return sum(self.offloaded.values())
 
     @property
     def put_off_bytes(self) -> int:

@@ -16,6 +16,7 @@ from triweave.planner.time_ends import embedding_work, head_work
 from triweave.planner.time_host import stage_hosts
 from triweave.planner.time_layer import layer_work
 from triweave.planner.time_matmul import Precision
+from triweave.planner.time_offload import Offloaded, offload_s, offloaded_of
 from triweave.planner.time_parts import Place, Work, chain, place_of
 from triweave.planner.time_pipeline import StageCost
 from triweave.planner.time_shapes import Decoder, decoder_of
@@ -38,6 +39,8 @@ class StageBlocks(NamedTuple):
     """ZeRO-3: what gathering weights adds to the forward."""
     scatter_s: float
     """ZeRO-3: what gathering them again and scattering gradients adds to the backward."""
+    offload_s: tuple[float, float]
+    """What copies to host memory add to the forward, and copies back to the backward."""
     parameters: float
     """Weights of the stage on one tensor-parallel rank."""
     cost: StageCost
@@ -92,12 +95,13 @@ def action_costs(
     per_node = cluster.gpus_per_node
     place = place_of(decoder_of(spec), layout, gpu, stack, seq_len=seq_len, gpus_per_node=per_node, precision=precision)
     group = shard_shape(layout, per_node) if layout.shard == "full" else None
+    moved = offloaded_of(spec, layout, seq_len) if isinstance(spec, ModelSpec) else None
     last = layout.num_stages - 1
-    between = {count: _stage_blocks(place, count, Ends(False, False), group) for count in {*layout.layers[1:-1]}}
+    between = {count: _stage_blocks(place, count, Ends(False, False), group, moved) for count in {*layout.layers[1:-1]}}
     blocks = [between[count] for count in layout.layers[1:-1]]
-    blocks.insert(0, _stage_blocks(place, layout.layers[0], Ends(True, last == 0), group))
+    blocks.insert(0, _stage_blocks(place, layout.layers[0], Ends(True, last == 0), group, moved))
     if last:
-        blocks.append(_stage_blocks(place, layout.layers[last], Ends(False, True), group))
+        blocks.append(_stage_blocks(place, layout.layers[last], Ends(False, True), group, moved))
     transfer = _transfer_s(place, layout, per_node)
     stages = [block.cost for block in blocks]
     if transfer and not stack.overlap_pp:
@@ -141,18 +145,24 @@ def _check(layout: Layout, global_batch: int) -> None:
 
 
 @lru_cache(maxsize=65536)
-def _stage_blocks(place: Place, num_layers: int, ends: Ends, group: GroupShape | None) -> StageBlocks:
-    """One micro-batch on `num_layers` layers and the ends; the weights sharded over `group`, None if they are whole."""
+def _stage_blocks(
+    place: Place, num_layers: int, ends: Ends, group: GroupShape | None, moved: Offloaded | None
+) -> StageBlocks:
+    """One micro-batch on `num_layers` layers and the ends.
+
+    The weights are sharded over `group`, None if they are whole; `moved` is what each layer keeps in host memory.
+    """
     work = _stage_work(place, num_layers, ends)
     decoder = place.decoder
     parameters = (num_layers * decoder.layer_parameters + sum(ends) * decoder.head_parameters) / place.tp.ranks
     gather, scatter = (0.0, 0.0) if group is None else _sharding_s(place, work, parameters, num_layers, group)
+    out, back = (0.0, 0.0) if moved is None else offload_s(place, layer_work(place), num_layers, moved)
     cost = StageCost(
-        work.forward.total + gather,
-        work.recompute.total + work.backward_input.total + scatter,
+        work.forward.total + gather + out,
+        work.recompute.total + work.backward_input.total + scatter + back,
         work.backward_weight.total,
     )
-    return StageBlocks(work, gather, scatter, parameters, cost)
+    return StageBlocks(work, gather, scatter, (out, back), parameters, cost)
 
 
 @lru_cache(maxsize=65536)

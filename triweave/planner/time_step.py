@@ -39,6 +39,8 @@ class Breakdown:
     """Bubble, imbalance and messages that the rank waits for."""
     data_parallel: float
     optimizer: float
+    offload: float = 0.0
+    """Copies to and from host memory: what does not hide, and what they take from the work beside them."""
 
     @property
     def total(self) -> float:
@@ -53,6 +55,7 @@ class Breakdown:
             + self.pipeline
             + self.data_parallel
             + self.optimizer
+            + self.offload
         )
 
 
@@ -89,6 +92,7 @@ UNCERTAINTY = Breakdown(
     pipeline=0.70,
     data_parallel=0.60,
     optimizer=0.30,
+    offload=0.50,
 )
 """Half width of the 90 % range of each part, as a share of it; the parts' errors are taken as independent. Chosen so
 that about nine tenths of the held-out predictions of `bench/predict_time.py` fall inside."""
@@ -133,6 +137,7 @@ def predict_step(
     stages = layout.stages_of(longest)
     parts = add(*(part for stage in stages for part in costs.blocks[stage].work)).times(micro_batches)
     gathering = micro_batches * sum(costs.blocks[stage].gathering_s for stage in stages)
+    offload = micro_batches * sum(sum(costs.blocks[stage].offload_s) for stage in stages)
     data_parallel, optimizer = after_backward_s(costs, layout, longest, busy[longest], cluster.gpus_per_node)
     arriving = batch_copy_s(costs)
     breakdown = Breakdown(
@@ -142,9 +147,10 @@ def predict_step(
         parts.tensor_parallel,
         parts.context_parallel,
         parts.host + waiting + arriving,
-        length - parts.total - gathering,
+        length - parts.total - gathering - offload,
         gathering + data_parallel,
         optimizer,
+        offload,
     )
     step = length + waiting + data_parallel + optimizer + arriving
     tokens = global_batch * seq_len / layout.world_size
@@ -213,7 +219,7 @@ def least_compute_s(
     even: bool,
     on: Machine | None = None,
 ) -> float:
-    """Seconds that no way to shard and to recompute makes shorter: the pipeline alone.
+    """Seconds that no way to shard, to recompute and to offload makes shorter: the pipeline alone.
 
     Args:
         spec: the model.
@@ -227,7 +233,7 @@ def least_compute_s(
     Raises:
         InputError: as `predict_step`.
     """
-    plain = replace(layout, shard="none", shard_group=None, recompute=())
+    plain = replace(layout, shard="none", shard_group=None, recompute=(), offload=())
     known = _least_pipeline(spec, plain, cluster, seq_len, global_batch, on)
     return known.mean_busy_s if even else known.seconds
 

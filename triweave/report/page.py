@@ -271,7 +271,8 @@ def _grid(record: RunRecord) -> Iterator[str]:
     if record.forecast is None:
         return
     told = record.forecast["run"]["layout"]
-    layout = Layout(**{**told, "recompute": tuple(told["recompute"]), "layers": tuple(told["layers"])})
+    lists = {name: tuple(told.get(name, ())) for name in ("recompute", "offload", "layers")}
+    layout = Layout(**{**told, **lists})
     per_node = record.forecast["gpus_per_node"]
     yield "<h2>The grid</h2>"
     stages = ", ".join(f"stage {stage}: {count}" for stage, count in enumerate(layout.layers))

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from triweave.backward_calls import call_in_backward
 
 Work = Callable[[], None]
 
@@ -28,26 +29,11 @@ def surround(module: nn.Module, passes: Passes) -> None:
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         passes.before_forward()
-        return (_Then.apply(args[0], passes.after_backward), *args[1:])
+        return (call_in_backward(args[0], passes.after_backward), *args[1:])
 
     def after(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         passes.after_forward()
-        result: Tensor = _Then.apply(output, passes.before_backward)
-        return result
+        return call_in_backward(output, passes.before_backward)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
-
-
-class _Then(torch.autograd.Function):
-    """Identity that calls `work` when backward comes by: all that was computed from its output is done."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, work: Work) -> Tensor:
-        ctx.work = work
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.work()
-        return grad, None

@@ -21,6 +21,7 @@ from triweave.layers.tensor_parallel import TensorParallel
 from triweave.layout import Layout
 from triweave.llama import Stage
 from triweave.model_spec import ModelSpec
+from triweave.offload import Offloader
 from triweave.overlap import exchange_bytes
 from triweave.parameters import stage_parameters
 from triweave.pipeline import Pipeline
@@ -55,6 +56,7 @@ class Engine:
     pipeline: Pipeline
     schedule: PipelineSchedule
     optimizer: ShardedAdamW
+    offloader: Offloader
 
     @property
     def unseen_bytes(self) -> int:
@@ -99,8 +101,9 @@ def build_engine(
     )
     tp = TensorParallel(groups.tp, sequence_parallel, layout.keeps_gathered, WeightGradients(), transport)
 
+    offloader = Offloader(layout.offload, device)
     stages, units, memory = build_stages(
-        spec, layout, groups, tp, kernel, dtype, run.runtime.overlap_dp, fp8=run.model.fp8
+        spec, layout, groups, tp, kernel, dtype, run.runtime.overlap_dp, fp8=run.model.fp8, offloader=offloader
     )
     if fill is not None:
         fill(units)
@@ -121,9 +124,10 @@ def build_engine(
         dtype,
         sharding.begin,
         sharding.end_backward,
+        offloader,
     )
     optimizer = ShardedAdamW(units, run.optimizer)
-    return Engine(spec, layout, groups, kernel, tp, stages, sharding, pipeline, schedule, optimizer)
+    return Engine(spec, layout, groups, kernel, tp, stages, sharding, pipeline, schedule, optimizer, offloader)
 
 
 def check_fp8(device: torch.device) -> None:
@@ -151,6 +155,7 @@ def build_stages(
     overlap_dp: Literal["auto", "off"],
     *,
     fp8: bool = False,
+    offloader: Offloader | None = None,
 ) -> tuple[dict[int, Stage], list[Unit], Memory]:
     """This rank's virtual stages, the units that hold their parameters (still without values), and where those lie."""
     numbers = layout.stages_of(groups.at.pp)
@@ -169,7 +174,7 @@ def build_stages(
     stages: dict[int, Stage] = {}
     for number in numbers:
         with torch.device("meta"):
-            stage = Stage(spec, layout, number, tp, kernel, frequencies, cp=groups.cp, fp8=fp8)
+            stage = Stage(spec, layout, number, tp, kernel, frequencies, cp=groups.cp, fp8=fp8, offloader=offloader)
         names = {parameter.name for parameter in stage_parameters(spec, layout, number, groups.tp.rank)}
         place_parameters(stage, [unit for unit in units if names & {p.name for p in unit.parameters}])
         stages[number] = stage

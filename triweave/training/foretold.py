@@ -177,11 +177,14 @@ def compare(told: list[Peak], measured: list[Peak], source: str) -> Iterator[str
 
 
 def forecast_lines(said: Mapping[str, Any]) -> Iterator[str]:
-    """The forecast in two lines."""
+    """The forecast in two lines, and one for host memory where that is used."""
     peaks = [stage["allocated_bytes"] / GIB for stage in said["stages"]]
     capacity = f" of {said['capacity_bytes'] / GIB:.1f}" if said["capacity_bytes"] else ""
     stages = ", ".join(f"{peak:.2f}" for peak in peaks)
     yield f"predicted {stages} GiB at most on a rank of each stage{capacity}"
+    pinned = [stage["host_bytes"] / GIB for stage in said["stages"]]
+    if any(pinned):
+        yield f"          offload pins {', '.join(f'{size:.2f}' for size in pinned)} GiB at most of its host, likewise"
     step = said["step"]
     if step is not None:
         low, high = step["range_s"]
