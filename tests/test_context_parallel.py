@@ -226,8 +226,9 @@ def test_parts_add_up_to_the_whole(
 
 
 def test_groups_of_the_same_weights() -> None:
-    """Where nothing else is asked, a shard group is the ranks that differ along dp and cp alone."""
+    """The ranks that differ along dp and cp alone, and the shard groups where nothing else is asked."""
     layout = Layout(tp=2, cp=2, dp=2, pp=2)
-    assert layout.shard_groups()[0] == (0, 2, 4, 6)
-    places = [layout.coordinates(rank) for rank in layout.shard_groups()[3]]
+    assert layout.same_weights_groups() == layout.shard_groups()
+    assert layout.same_weights_groups()[0] == (0, 2, 4, 6)
+    places = [layout.coordinates(rank) for rank in layout.same_weights_groups()[3]]
     assert {(at.tp, at.pp) for at in places} == {(1, 1)}

@@ -91,7 +91,8 @@ def make_groups(
     axes: tuple[Axis, Axis] = ("tp", "cp")
     tp, cp = (_make(axis, layout.groups(axis), rank, timeout_s) for axis in axes)
     # A communicator of its own also where it has the ranks of cp: a layer's keys must not wait behind a whole unit.
-    shards, across = _make("shards", layout.shard_groups(), rank, timeout_s), alone(rank)
+    sharing = layout.shard_groups() if layout.uses_shard_groups else layout.same_weights_groups()
+    shards, across = _make("shards", sharing, rank, timeout_s), alone(rank)
     if layout.uses_shard_groups:
         across = _make("across", layout.replica_groups(), rank, timeout_s)
     pipelines = layout.groups("pp")

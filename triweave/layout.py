@@ -128,6 +128,14 @@ class Layout:
         starts = [rank for rank in range(self.world_size) if (rank // stride) % size == 0]
         return [tuple(start + i * stride for i in range(size)) for start in starts]
 
+    def same_weights_groups(self) -> list[tuple[int, ...]]:
+        """Every group of ranks that hold the same part of the model, over dp and cp, nearest ranks together."""
+        return [
+            tuple(start + i * self.tp for i in range(self.replicas))
+            for start in range(self.world_size)
+            if start // self.tp % self.replicas == 0
+        ]
+
     def shard_groups(self) -> list[tuple[int, ...]]:
         """Every group of ranks that share out weights, gradients or optimizer states, nearest ranks together."""
         return [

@@ -165,7 +165,7 @@ def groups_of(wanted: Wanted, seen: Sequence[Seen]) -> Iterator[tuple[str, list[
             named |= {"shards": layout.shard_groups(), "across": layout.replica_groups()}
         elif layout.cp > 1:
             # What the ranks of both axes do together; over dp alone nothing is sent then.
-            named["dp"] = layout.shard_groups()
+            named["dp"] = layout.same_weights_groups()
         yield from ((kind, rows) for kind, rows in named.items() if len(rows[0]) > 1)
     else:
         hosts = [tuple(one.rank for one in ranks) for ranks in by_host(seen).values()]
