@@ -263,7 +263,7 @@ def test_nothing_is_timed_that_was_not_predicted(call: Callable[..., int], capsy
 def test_rehearsal_from_end_to_end(
     call: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On four processes: told first, then a layout proved and timed, and a stage; all is on the page, none runs twice."""
+    """On four processes: told first, then a layout proved and timed, and a stage; the page has all, none runs twice."""
     words = ("--only", "tell,verify,70b,8b", "--cases", "verify_tiny-deep_tp4_,triweave_tiny-deep_tp4_,stage-2")
     assert call(*words) == 0
     told = capsys.readouterr().out
