@@ -46,7 +46,7 @@ from eight_table import Found, page
 from eight_told import SHIPPED, seal, tell_memory, tell_times, write
 from throughput import ROOT, run
 from triweave_case import refusal_of
-from workload import Case
+from workload import REFERENCE_IS_THERE, VERIFY_FOLDER, Case
 
 PROBE_MINUTES, OVERLAP_S, REFERENCE_S = 4.0, 150.0, 180.0
 """The most that these take."""
@@ -136,12 +136,12 @@ def tell(bench: Bench) -> None:
 def verify(bench: Bench) -> None:
     """Write transformers' answer in a process of its own, then let every layout be held against it."""
     folder = bench.out / "verify"
-    if not (folder / "out" / "verify" / "bfloat16.json").exists():
+    if not (folder / REFERENCE_IS_THERE).exists():
         folder.mkdir(exist_ok=True)
         script = ROOT / "bench" / "peers" / "verify_run.py"
         if not call([str(script), str(folder)], REFERENCE_S, bench.out / "reference.log"):
             return
-    os.environ["BENCH_VERIFY"] = str(folder.resolve())
+    os.environ[VERIFY_FOLDER] = str(folder.resolve())
     measure(bench, "verify")
 
 

@@ -106,6 +106,19 @@ def test_a_launcher_may_start_the_ranks(tmp_path: Path) -> None:
     assert {curve.ranks for curve in read_profile(path).collectives} == {2}
 
 
+def test_every_group_of_a_node_is_measured(tmp_path: Path) -> None:
+    """Four processes measure collectives and layers over the first two of them as well, while the others wait."""
+    path = tmp_path / "profile.yaml"
+    words = ("--device", "cpu", "--nproc", "4", "--only", "links,layers", "--out", str(path))
+    done = triweave("probe", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    profile = read_profile(path)
+    assert {(curve.kind, curve.ranks) for curve in profile.collectives} == {
+        (kind, ranks) for kind in ("all_gather", "reduce_scatter", "all_reduce") for ranks in (2, 4)
+    }
+    assert [point[0] for point in profile.layers] == [1, 2, 4]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -18,7 +18,7 @@ import torch
 from session import measure_all
 from smoke import Size, keep_reference, measure_one, run_for, write_inputs
 from triweave_case import layout_of
-from workload import Case
+from workload import REFERENCE_IS_THERE, VERIFY_FOLDER, Case
 
 from triweave.config.schema import LayoutConfig, Run
 from triweave.config.validate import validate
@@ -26,7 +26,6 @@ from triweave.data.cache import prepare
 from triweave.training.process import started_by_launcher
 from triweave.training.processes import process_group
 
-FOLDER = "BENCH_VERIFY"
 LARGE = Size(1024, 2816, 16, 16, 8, seq_len=1024, documents=1000, longest=900)
 SMALL = Size(64, 128, 16, 8, 8, seq_len=32, documents=300, longest=30)
 """Enough heads for eight tensor-parallel ranks, and enough layers for two virtual stages on each of eight."""
@@ -44,6 +43,7 @@ def write_reference(folder: Path) -> None:
     write_inputs(folder, LARGE if torch.cuda.is_available() else SMALL)
     resolved = validate(run_of(folder, LayoutConfig()), world_size=1)
     keep_reference(resolved, prepare(resolved.run, resolved.spec.vocab_size), "bfloat16")
+    (folder / REFERENCE_IS_THERE).touch()
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def measure(case: Case) -> dict[str, Any]:
     layout = layout_of(case)
     names = ("tp", "pp", "vpp", "cp", "dp", "schedule", "shard", "keep_gathered", "recompute")
     config = LayoutConfig(**{name: getattr(layout, name) for name in names})
-    run = run_of(Path(os.environ[FOLDER]), config)
+    run = run_of(Path(os.environ[VERIFY_FOLDER]), config)
     resolved = validate(run, world_size=case.world_size)
     found = measure_one(resolved, prepare(run, resolved.spec.vocab_size), stopwatch.device())
     stopwatch.end_subgroups()

@@ -32,6 +32,10 @@ SYSTEMS = MappingProxyType(
 neighbours are not there, and a layout held against transformers on a small model."""
 
 
+VERIFY_FOLDER, REFERENCE_IS_THERE = "BENCH_VERIFY", "reference-is-there"
+"""Variable that names the folder of what layouts are held against, and the file in it that is written last."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A model, its sequence length, and the sequences of one optimizer step that fall to each GPU."""
