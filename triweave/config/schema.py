@@ -39,7 +39,7 @@ class LayoutConfig:
     vpp: int = 1
     """Virtual stages a pipeline rank holds; more than 1 needs `schedule: interleaved`."""
     cp: int = 1
-    """Context parallel size: ranks that share each sequence out, two slices a rank, for lengths that do not fit else."""
+    """Context parallel size: ranks that share each sequence out, two slices a rank, where one is too long for one."""
     dp: int | None = None
     """Data parallel size; left out, it is the ranks divided by tp x pp x cp."""
     micro_batch: int = 1
