@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from triweave.data.batch import PADDING_DOCUMENT, load_micro_batches, make_micro
 from triweave.data.dataset import Dataset, count_trained_tokens, open_dataset, write_dataset
 from triweave.data.packing import one_each, pack
 from triweave.data.sampler import sequence_ids
-from triweave.layout import Coordinates, Layout
+from triweave.layout import Coordinates, Layout, context_slices
+from triweave.training.batches import share_of, stage_input
 
 SEQ_LEN = 12
 
@@ -129,8 +131,42 @@ def test_step_is_the_same_on_every_layout(tmp_path: Path, dp: int, micro_batch: 
     assert torch.equal(other[0].tokens, parts[0].tokens)
 
 
-def test_micro_batch_moves_whole(tmp_path: Path) -> None:
-    """Every tensor goes to the device."""
-    batch = make_micro_batch(write(tmp_path / "a", [12], packing=True), [0]).to("meta")
-    tensors = [getattr(batch, name) for name in ("tokens", "targets", "positions", "documents", "cu_seqlens")]
-    assert {tensor.device.type for tensor in tensors} == {"meta"}
+@pytest.mark.parametrize("cp", [2, 3])
+def test_context_parallel_ranks_share_a_sequence(tmp_path: Path, cp: int) -> None:
+    """Put back in the order of the sequence, what the ranks have of tokens, targets and positions is the whole."""
+    part = make_micro_batch(write(tmp_path / "a", [7, 5, 12], packing=True), [0, 1])
+    whole = stage_input(part)
+    shares = [share_of(whole, part.targets, Layout(cp=cp), rank) for rank in range(cp)]
+    slices = sorted(
+        (number, rank, place) for rank in range(cp) for place, number in enumerate(context_slices(rank, cp))
+    )
+    for values, theirs in (
+        ([inputs.tokens for inputs, _ in shares], whole.tokens),
+        ([inputs.positions for inputs, _ in shares], whole.positions),
+        ([targets for _, targets in shares], part.targets),
+    ):
+        assert torch.equal(torch.cat([values[rank].chunk(2)[place] for _, rank, place in slices]), theirs)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_inputs_move_whole(tmp_path: Path, cp: int) -> None:
+    """Every tensor of a micro-batch goes to the device, those of its documents too."""
+    part = make_micro_batch(write(tmp_path / "a", [7, 5, 12], packing=True), [0])
+    inputs, _ = share_of(stage_input(part), part.targets, Layout(cp=cp), 0)
+    found = set()
+
+    def look(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            found.add(value.device.type)
+        elif isinstance(value, tuple):
+            for one in value:
+                look(one)
+        elif dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                look(getattr(value, field.name))
+
+    look(inputs)
+    assert found == {"cpu"}
+    found.clear()
+    look(inputs.to(torch.device("meta")))
+    assert found == {"meta"}

@@ -132,7 +132,7 @@ def optimize_on_rank(rank: int, folder: Path, layout: Layout) -> tuple[list[Held
         Layout(pp=2, dp=2, shard="none"),
         Layout(cp=2, dp=2),
     ],
-    ids=["tp2-dp2", "tp2-dp3-full", "pp2-dp2-none"],
+    ids=["tp2-dp2", "tp2-dp3-full", "pp2-dp2-none", "cp2-dp2"],
 )
 def test_adamw_is_torchs_on_the_whole_model(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
     """Five steps on shards give the weights and moments of torch's AdamW on whole tensors, matrices alone decayed."""
