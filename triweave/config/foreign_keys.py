@@ -13,15 +13,14 @@ TABLE: tuple[Foreign, ...] = (
     Foreign(
         "layout.micro_batch",
         "per_device_train_batch_size (HF Trainer, TRL and LLaMA-Factory), micro_batch_size (Axolotl, Megatron-LM, "
-        "litgpt and nanotron), local_batch_size (torchtitan and AutoModel), device_train_microbatch_size "
-        "(llm-foundry)",
+        "litgpt and nanotron), local_batch_size (torchtitan and AutoModel), device_train_microbatch_size (llm-foundry)",
         "sequences a rank computes at once",
     ),
     Foreign(
         "layout.micro_batch",
         "batch_size (torchtune, litgpt and others)",
-        "the word means two things: sequences a rank computes at once are layout.micro_batch, "
-        "sequences of a whole optimizer step are train.global_batch",
+        "the word means two things: sequences a rank computes at once are layout.micro_batch, sequences of a whole "
+        "optimizer step are train.global_batch",
     ),
     Foreign(
         "train.global_batch",
@@ -51,9 +50,9 @@ TABLE: tuple[Foreign, ...] = (
     Foreign(
         "data.seq_len",
         "max_seq_length (TRL and litgpt), max_length (TRL and ms-swift), max_seq_len (torchtune and llm-foundry), "
-        "sequence_len (Axolotl), cutoff_len (LLaMA-Factory), seq_length (Megatron-LM and AutoModel), "
-        "sequence_length (nanotron), max_context_length (torchtitan), model_max_length (HF tokenizers), block_size "
-        "(nanoGPT and HF examples), packed_sequence_size (AutoModel)",
+        "sequence_len (Axolotl), cutoff_len (LLaMA-Factory), seq_length (Megatron-LM and AutoModel), sequence_length "
+        "(nanotron), max_context_length (torchtitan), model_max_length (HF tokenizers), block_size (nanoGPT and HF "
+        "examples), packed_sequence_size (AutoModel)",
         "tokens of one training sequence; elsewhere the word is where an example is cut, here data.too_long says that",
     ),
     Foreign(
@@ -87,8 +86,8 @@ TABLE: tuple[Foreign, ...] = (
     ),
     Foreign(
         "optimizer.lr_schedule",
-        "lr_scheduler_type (HF Trainer, TRL and LLaMA-Factory), lr_scheduler (Axolotl and torchtune), "
-        "lr_decay_style (Megatron-LM, ms-swift and nanotron), decay_type (torchtitan)",
+        "lr_scheduler_type (HF Trainer, TRL and LLaMA-Factory), lr_scheduler (Axolotl and torchtune), lr_decay_style "
+        "(Megatron-LM, ms-swift and nanotron), decay_type (torchtitan)",
         "cosine, linear or constant",
         {name: name for name in ("cosine", "linear", "constant")} | {"constant_with_warmup": "constant"},
     ),
@@ -131,8 +130,8 @@ TABLE: tuple[Foreign, ...] = (
     ),
     Foreign(
         "train.steps",
-        "max_steps (HF Trainer, TRL, Axolotl and litgpt), train_iters (Megatron-LM), max_iters (nanoGPT), "
-        "train_steps (nanotron), max_steps_per_epoch (torchtune)",
+        "max_steps (HF Trainer, TRL, Axolotl and litgpt), train_iters (Megatron-LM), max_iters (nanoGPT), train_steps "
+        "(nanotron), max_steps_per_epoch (torchtune)",
         "optimizer steps of the whole run; or train.epochs, not both",
     ),
     Foreign("train.steps", "train_samples (Megatron-LM)", "optimizer steps", work=arithmetic.samples_to_steps),
@@ -176,10 +175,9 @@ TABLE: tuple[Foreign, ...] = (
     ),
     Foreign(
         "layout.layers",
-        "pipeline_model_parallel_layout (Megatron-LM), decoder_first_pipeline_num_layers (Megatron-LM and "
-        "ms-swift), decoder_last_pipeline_num_layers (Megatron-LM and ms-swift), "
-        "pipeline_parallel_first_stage_less_layers (torchtitan), pipeline_parallel_last_stage_less_layers "
-        "(torchtitan)",
+        "pipeline_model_parallel_layout (Megatron-LM), decoder_first_pipeline_num_layers (Megatron-LM and ms-swift), "
+        "decoder_last_pipeline_num_layers (Megatron-LM and ms-swift), pipeline_parallel_first_stage_less_layers "
+        "(torchtitan), pipeline_parallel_last_stage_less_layers (torchtitan)",
         "the layers of every stage in model order, as in [21, 20, 20, 19], or balanced",
     ),
     Foreign(
@@ -192,30 +190,29 @@ TABLE: tuple[Foreign, ...] = (
         "layout.cp",
         "sequence_parallel_size (ms-swift and Axolotl), sequence_parallel_degree (Axolotl), sp_size (HF Trainer), "
         "ulysses_sequence_parallel_size (verl)",
-        "ranks that split one sequence's attention; these tools call that sequence parallel, "
-        "which here is Megatron's splitting of activations, layout.sequence_parallel",
+        "ranks that split one sequence's attention; these tools call that sequence parallel, which here is Megatron's "
+        "splitting of activations, layout.sequence_parallel",
     ),
     Foreign(
         "layout.sequence_parallel",
-        "sequence_parallel (Megatron-LM, and of Axolotl for another thing), enable_sequence_parallel "
-        "(torchtitan), tp_mode (nanotron)",
-        "activations split along the sequence between tensor-parallel products (Megatron's meaning); "
-        "splitting one sequence's attention over ranks is layout.cp",
+        "sequence_parallel (Megatron-LM, and of Axolotl for another thing), enable_sequence_parallel (torchtitan), "
+        "tp_mode (nanotron)",
+        "activations split along the sequence between tensor-parallel products (Megatron's meaning); splitting one "
+        "sequence's attention over ranks is layout.cp",
         {True: "true", False: "false", "reduce_scatter": "true", "all_reduce": "false"},
     ),
     Foreign(
         "layout.dp",
         "dp_size (AutoModel), data_parallel_size (Megatron-LM and vLLM), data_parallel_shard_degree (torchtitan), "
-        "data_parallel_replicate_degree (torchtitan), data_parallel_shard_dim (torchtune), "
-        "data_parallel_replicate_dim (torchtune), dp_shard_size (HF Trainer and Axolotl), dp_replicate_size (HF "
-        "Trainer and Axolotl)",
+        "data_parallel_replicate_degree (torchtitan), data_parallel_shard_dim (torchtune), data_parallel_replicate_dim "
+        "(torchtune), dp_shard_size (HF Trainer and Axolotl), dp_replicate_size (HF Trainer and Axolotl)",
         "the product of replicas and shards; left out, it is the ranks divided by tp x pp x cp",
         work=arithmetic.data_parallel,
     ),
     Foreign(
         "layout.shard",
-        "fsdp (HF Trainer), fsdp_config (HF Trainer and Axolotl), deepspeed (HF Trainer, Axolotl and "
-        "LLaMA-Factory), zero_stage (nanotron and DeepSpeed), use_distributed_optimizer (Megatron-LM and ms-swift)",
+        "fsdp (HF Trainer), fsdp_config (HF Trainer and Axolotl), deepspeed (HF Trainer, Axolotl and LLaMA-Factory), "
+        "zero_stage (nanotron and DeepSpeed), use_distributed_optimizer (Megatron-LM and ms-swift)",
         "none, optimizer (ZeRO-1, Megatron's distributed optimizer), gradients (ZeRO-2) or full (ZeRO-3, FSDP)",
         {0: "none", 1: "optimizer", 2: "gradients", 3: "full", "full_shard": "full", "shard_grad_op": "gradients"},
     ),
@@ -233,8 +230,8 @@ TABLE: tuple[Foreign, ...] = (
     ),
     Foreign(
         "layout.recompute",
-        "gradient_checkpointing (HF Trainer, TRL, Axolotl and LLaMA-Factory), activation_checkpointing (HF Trainer "
-        "and AutoModel), enable_activation_checkpointing (torchtune), activation_checkpoint (torchtitan), "
+        "gradient_checkpointing (HF Trainer, TRL, Axolotl and LLaMA-Factory), activation_checkpointing (HF Trainer and "
+        "AutoModel), enable_activation_checkpointing (torchtune), activation_checkpoint (torchtitan), "
         "recompute_granularity (Megatron-LM, LLaMA-Factory and ms-swift), recompute_method (Megatron-LM), "
         "recompute_num_layers (Megatron-LM), recompute_modules (Megatron-LM), recompute_activations (Megatron-LM), "
         "recompute_layer (nanotron)",
@@ -244,8 +241,8 @@ TABLE: tuple[Foreign, ...] = (
     Foreign(
         "layout.offload",
         "activation_offloading (TRL and Axolotl), enable_activation_offloading (torchtune), "
-        "fine_grained_activation_offloading (Megatron-LM), offload_modules (Megatron-LM), "
-        "cpu_offloading_num_layers (Megatron-LM)",
+        "fine_grained_activation_offloading (Megatron-LM), offload_modules (Megatron-LM), cpu_offloading_num_layers "
+        "(Megatron-LM)",
         "what waits in host memory: [attention, mlp] without recompute, [layer] beside recompute: [layer]",
         {True: "[attention, mlp]", False: "[]"},
     ),
@@ -258,10 +255,9 @@ TABLE: tuple[Foreign, ...] = (
     # --- Model
     Foreign(
         "model.path",
-        "base_model (Axolotl), model_name_or_path (HF Trainer, TRL and LLaMA-Factory), "
-        "pretrained_model_name_or_path (AutoModel and HF), model_name (Unsloth and others), checkpoint_dir "
-        "(torchtune and litgpt), hf_assets_path (torchtitan), initial_load_path (torchtitan), pretrained_checkpoint "
-        "(Megatron-Bridge and Megatron-LM)",
+        "base_model (Axolotl), model_name_or_path (HF Trainer, TRL and LLaMA-Factory), pretrained_model_name_or_path "
+        "(AutoModel and HF), model_name (Unsloth and others), checkpoint_dir (torchtune and litgpt), hf_assets_path "
+        "(torchtitan), initial_load_path (torchtitan), pretrained_checkpoint (Megatron-Bridge and Megatron-LM)",
         "a Hugging Face folder on disk: config.json, safetensors weights, tokenizer.json",
     ),
     Foreign(
@@ -282,8 +278,8 @@ TABLE: tuple[Foreign, ...] = (
     Foreign(
         None,
         "adapter (Axolotl), finetuning_type (LLaMA-Factory), train_type (ms-swift), use_peft (TRL), lora_r (Axolotl "
-        "and TRL), lora_rank (LLaMA-Factory and ms-swift), lora_alpha (Axolotl, TRL and LLaMA-Factory), "
-        "load_in_4bit (Axolotl and TRL), load_in_8bit (Axolotl and TRL), quantization_bit (LLaMA-Factory)",
+        "and TRL), lora_rank (LLaMA-Factory and ms-swift), lora_alpha (Axolotl, TRL and LLaMA-Factory), load_in_4bit "
+        "(Axolotl and TRL), load_in_8bit (Axolotl and TRL), quantization_bit (LLaMA-Factory)",
         "every weight is trained, at full precision",
     ),
     Foreign(None, "trust_remote_code (HF)", "code from a model folder is never run"),
@@ -292,8 +288,8 @@ TABLE: tuple[Foreign, ...] = (
     Foreign(
         "data.train",
         "datasets (Axolotl), dataset (LLaMA-Factory and ms-swift), dataset_name (TRL and HF examples), dataset_path "
-        "(Unsloth), dataset_dir (LLaMA-Factory), path_or_dataset (AutoModel), train_file (HF examples), "
-        "data_path (Megatron-LM and torchtitan), train_data_path (Megatron-LM), dataset_folder (nanotron)",
+        "(Unsloth), dataset_dir (LLaMA-Factory), path_or_dataset (AutoModel), train_file (HF examples), data_path "
+        "(Megatron-LM and torchtitan), train_data_path (Megatron-LM), dataset_folder (nanotron)",
         "files (.jsonl, .json, .parquet, .txt) or folders of them",
     ),
     Foreign(
@@ -338,15 +334,15 @@ TABLE: tuple[Foreign, ...] = (
     ),
     Foreign(
         None,
-        "dataloader_num_workers (HF Trainer and ms-swift), preprocessing_num_workers (LLaMA-Factory), "
-        "dataset_num_proc (TRL, Axolotl and ms-swift), num_workers (Megatron-LM, torchtitan and litgpt)",
+        "dataloader_num_workers (HF Trainer and ms-swift), preprocessing_num_workers (LLaMA-Factory), dataset_num_proc "
+        "(TRL, Axolotl and ms-swift), num_workers (Megatron-LM, torchtitan and litgpt)",
         "data is prepared before the first step",
     ),
     # --- Output
     Foreign(
         "output_dir",
-        "out_dir (litgpt and nanoGPT), dump_folder (torchtitan), save (Megatron-LM), "
-        "save_folder (llm-foundry), checkpoints_path (nanotron)",
+        "out_dir (litgpt and nanoGPT), dump_folder (torchtitan), save (Megatron-LM), save_folder (llm-foundry), "
+        "checkpoints_path (nanotron)",
         "checkpoints are in its folder checkpoints",
     ),
     Foreign(
@@ -360,17 +356,16 @@ TABLE: tuple[Foreign, ...] = (
     Foreign(
         "validation.every_steps",
         "eval_steps (HF Trainer, TRL, Axolotl and LLaMA-Factory), eval_interval (Megatron-LM and llm-foundry), "
-        "run_val_every_n_steps (torchtune), val_every_steps (AutoModel), val_check_interval (nanotron and "
-        "Lightning), evals_per_epoch (Axolotl), eval_strategy (HF Trainer, TRL and Axolotl), evaluation_strategy "
-        "(HF Trainer), freq (torchtitan)",
+        "run_val_every_n_steps (torchtune), val_every_steps (AutoModel), val_check_interval (nanotron and Lightning), "
+        "evals_per_epoch (Axolotl), eval_strategy (HF Trainer, TRL and Axolotl), evaluation_strategy (HF Trainer), "
+        "freq (torchtitan)",
         "optimizer steps; 0 measures at the start and the end",
     ),
     Foreign("validation.max_batches", "eval_iters (Megatron-LM), limit_val_batches (nanotron and Lightning)"),
     Foreign(
         "log.every_steps",
-        "logging_steps (HF Trainer, TRL, Axolotl and LLaMA-Factory), log_interval (Megatron-LM, litgpt and "
-        "nanoGPT), log_every_n_steps (torchtune and Lightning), log_freq (torchtitan), iteration_step_info_interval "
-        "(nanotron)",
+        "logging_steps (HF Trainer, TRL, Axolotl and LLaMA-Factory), log_interval (Megatron-LM, litgpt and nanoGPT), "
+        "log_every_n_steps (torchtune and Lightning), log_freq (torchtitan), iteration_step_info_interval (nanotron)",
         "lines on the terminal; metrics.jsonl has every step",
     ),
     Foreign(
@@ -383,9 +378,8 @@ TABLE: tuple[Foreign, ...] = (
     ),
     Foreign(
         "resume",
-        "resume_from_checkpoint (HF Trainer, TRL, Axolotl, LLaMA-Factory and torchtune), "
-        "auto_resume_from_checkpoints (Axolotl), load (Megatron-LM), load_step (torchtitan), resume_checkpoint_path "
-        "(nanotron)",
+        "resume_from_checkpoint (HF Trainer, TRL, Axolotl, LLaMA-Factory and torchtune), auto_resume_from_checkpoints "
+        "(Axolotl), load (Megatron-LM), load_step (torchtitan), resume_checkpoint_path (nanotron)",
         "auto (the newest checkpoint in output_dir), never, or the path of one",
         {True: "auto", False: "never", -1: "auto"},
     ),
@@ -393,8 +387,8 @@ TABLE: tuple[Foreign, ...] = (
     # --- Processes
     Foreign(
         "runtime.timeout_s",
-        "ddp_timeout (HF Trainer, Axolotl and LLaMA-Factory), train_timeout_seconds (torchtitan), "
-        "init_timeout_seconds (torchtitan)",
+        "ddp_timeout (HF Trainer, Axolotl and LLaMA-Factory), train_timeout_seconds (torchtitan), init_timeout_seconds "
+        "(torchtitan)",
         "seconds",
     ),
     Foreign(
