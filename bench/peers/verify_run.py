@@ -42,7 +42,7 @@ def write_reference(folder: Path) -> None:
     """Write the model, its documents and transformers' answer."""
     write_inputs(folder, LARGE if torch.cuda.is_available() else SMALL)
     resolved = validate(run_of(folder, LayoutConfig()), world_size=1)
-    keep_reference(resolved, prepare(resolved.run, resolved.spec.vocab_size), "bfloat16")
+    keep_reference(resolved, prepare(resolved.run, resolved.spec.vocab_size))
     (folder / REFERENCE_IS_THERE).touch()
 
 
