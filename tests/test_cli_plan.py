@@ -42,6 +42,7 @@ LAYOUT_KEYS = {
     "recompute",
     "sequence_parallel",
     "keep_gathered",
+    "offload",
     "layers",
 }
 CANDIDATE_KEYS = {
@@ -50,6 +51,7 @@ CANDIDATE_KEYS = {
     "oom_probability",
     "peak_gib",
     "peak_allocated_gib",
+    "host_gib",
     "capacity_gib",
     "step_s",
     "step_s_range",
