@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from pretend_gpus import Gpu, Step, Stream, run
-from test_shared_memory import NUMELS, STEPS, drawn, in_rank_order, node
+from test_shared_memory import SHARDS, STEPS, drawn, in_rank_order, node
 from torch import Tensor
 
 from triweave.groups import Group
@@ -23,6 +23,7 @@ from triweave.transport.across import Across
 from triweave.transport.shared_memory import SharedMemory
 
 INSIDE, GROUPS = 2, 2
+NUMELS = tuple(INSIDE * shard for shard in SHARDS)
 SIDE, NCCL = 3, 4
 """Streams of a GPU beside those of computing (0), copies (1) and sums (2)."""
 
