@@ -195,7 +195,8 @@ def test_shard_groups_over_hosts_are_warned_of() -> None:
 def test_the_forecast_is_two_lines() -> None:
     """Every stage's peak beside the card, and the step with its range."""
     step = {"step_s": 2.0, "range_s": [1.8, 2.2], "tokens_per_s_per_gpu": 640.0, "mfu_causal": 0.41, "bubble": 0.03}
-    said = {"stages": [{"allocated_bytes": 2**30}, {"allocated_bytes": 2**31}], "capacity_bytes": 2**32, "step": step}
+    stages = [{"allocated_bytes": 2**30, "host_bytes": 0}, {"allocated_bytes": 2**31, "host_bytes": 0}]
+    said = {"stages": stages, "capacity_bytes": 2**32, "step": step}
     first, second = forecast_lines(said)
     assert first == "predicted 1.00, 2.00 GiB at most on a rank of each stage of 4.0"
     assert second.split() == [

@@ -10,7 +10,7 @@ from triweave.cluster import Cluster, parse_cluster
 from triweave.config.schema import DataConfig, ModelConfig, Run, TrainConfig
 from triweave.config.validate import ResolvedRun
 from triweave.layout import Layout, balanced_layers, even_layers
-from triweave.rules import layout_problems, trainer_problems
+from triweave.rules import layout_problems
 
 
 def layout_of(case: Case) -> Layout:
@@ -44,7 +44,7 @@ def cluster_of(case: Case) -> Cluster:
 def refusal_of(case: Case) -> str:
     """Why triweave does not run the case's layout, by its own rules; empty where it does."""
     layout, cluster = layout_of(case), cluster_of(case)
-    problems = trainer_problems(layout) + layout_problems(
+    problems = layout_problems(
         case.spec,
         layout,
         world_size=case.world_size,
