@@ -167,7 +167,7 @@ def pick_cases(small: bool) -> Iterator[Case]:
     # The search leaves `none` out, for it is `optimizer` with more memory and the same traffic: seen here if it is so.
     considered += [replace(layout, shard="none") for layout in considered if layout.dp > 1 and layout.shard == "full"]
     for layout in considered:
-        if layout.micro_batch > 2 or layout.vpp > 2 or layout.shard_group is not None:
+        if layout.micro_batch > 2 or layout.vpp > 2 or layout.cp > 1 or layout.shard_group is not None:
             continue
         if not _illegal(spec, layout, seq, batch):
             yield Case("", "pick", model, spec, layout, seq, batch)
