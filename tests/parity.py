@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from triweave.config.schema import DataConfig, ModelConfig, OptimizerConfig, Run
 from triweave.groups import Group
@@ -22,7 +23,7 @@ from triweave.model_spec import spec_from_folder
 from triweave.training import engine as engines
 from triweave.training.batches import share_of
 from triweave.training.engine import Engine, build_engine
-from triweave.training.step import Batch
+from triweave.training.step import Batch, loss_of
 from triweave.transport.messages import Messages
 from triweave.verify.compare import Tolerance, Verdict, compare_with_reference
 from triweave.verify.reference import Reference, Sample, compute_reference
@@ -79,6 +80,16 @@ def local_batch(samples: list[Sample], layout: Layout, dp_rank: int, cp_rank: in
     trained = sum(int((sample.targets != IGNORE).sum()) for sample in samples)
     shares = [share_of(sample.inputs, sample.targets, layout, cp_rank) for sample in mine]
     return Batch([inputs for inputs, _ in shares], [targets for _, targets in shares], trained)
+
+
+def one_forward(engine: Engine, stage: int, batch: Batch) -> GradientEdge:
+    """What backward of the first micro-batch would start from on a stage; nothing else of its forward is held."""
+    first, last = stage == 0, stage == engine.layout.num_stages - 1
+    x = None if first else torch.zeros(engine.pipeline.activation_shape, dtype=engine.pipeline.dtype)
+    output = engine.stages[stage](x if x is None else x.requires_grad_(), batch.inputs[0])
+    if last:
+        output = loss_of(engine, batch)(0, output)
+    return get_gradient_edge(output)
 
 
 @contextmanager

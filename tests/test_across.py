@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from pretend_gpus import Gpu, Step, Stream, run
+from pretend_gpus import Gpu, Step, Stream, run, without_wait
 from test_shared_memory import SHARDS, STEPS, drawn, in_rank_order, node
 from torch import Tensor
 
@@ -131,18 +131,7 @@ def test_any_order_gives_the_same() -> None:
 @pytest.mark.parametrize(("waits", "waited_for"), [(SIDE, 2), (NCCL, SIDE), (0, NCCL)])
 def test_missing_wait_between_streams_is_seen(waits: int, waited_for: int) -> None:
     """Without the side stream's wait for the sums, NCCL's for that stream, or that of what computes, it goes wrong."""
-    wait, made = Stream.wait_event, Stream.record_event
-
-    def record(self: Stream) -> Any:
-        event = made(self)
-        event.by = self.cuda_stream  # type: ignore[attr-defined]
-        return event
-
-    def careless(self: Stream, event: Any) -> None:
-        if (self.cuda_stream, event.by) != (waits, waited_for):
-            wait(self, event)
-
-    with patch.object(Stream, "record_event", record), patch.object(Stream, "wait_event", careless):
+    with without_wait(waits, waited_for):
         for seed in range(60):
             try:
                 check(seed)

@@ -13,11 +13,10 @@ import pytest
 import torch
 from allocations import Allocated, settled
 from late_copies import LateEvent, late_copies
-from parity import engine_for, in_pieces, local_batch, make_samples
+from parity import engine_for, in_pieces, local_batch, make_samples, one_forward
 from ranks import Ranks
 from tiny_configs import tiny_config
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from triweave import offload
 from triweave.config.schema import DataConfig, ModelConfig, Run, TrainConfig
@@ -30,7 +29,7 @@ from triweave.planner.memory import predict_memory
 from triweave.planner.memory_stage import stage_tapes
 from triweave.planner.sizes import sizes_of
 from triweave.training.engine import Engine
-from triweave.training.step import evaluate_step, loss_of, train_step
+from triweave.training.step import evaluate_step, train_step
 from triweave.verify.reference import Sample
 
 SEQ, VOCAB, MICRO_BATCHES = 16, 300, 4
@@ -190,15 +189,10 @@ def kept_on_rank(rank: int, folder: Path, layout: Layout, samples: list[Sample],
     engine = engine_for(folder, layout, SEQ, MICRO_BATCHES, dtype=dtype, weights="random")
     batch = local_batch(samples, layout, engine.groups.at.dp)
     found = []
-    for stage, module in engine.stages.items():
+    for stage in engine.stages:
         engine.offloader._end_pass(None)
         with Allocated() as memory:
-            x = None if stage == 0 else torch.zeros(engine.pipeline.activation_shape, dtype=engine.pipeline.dtype)
-            output = module(x if x is None else x.requires_grad_(), batch.inputs[0])
-            if stage == layout.num_stages - 1:
-                output = loss_of(engine, batch)(0, output)
-            edge = get_gradient_edge(output)
-            del output, x
+            edge = one_forward(engine, stage, batch)
             sizes = sizes_of(engine.spec, layout, SEQ, dtype, OURS)
             tapes = stage_tapes(engine.spec, layout, stage, sizes, dtype, OURS)
             host = sum(buffer.nbytes for buffer in engine.offloader.pool._made)

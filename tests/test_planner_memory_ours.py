@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
 import torch
 from allocations import Allocated, settled
 from kernel_standins import kernel_path
-from parity import engine_for, local_batch, make_samples
+from parity import engine_for, local_batch, make_samples, one_forward
 from ranks import Ranks
 from tiny_configs import tiny_config
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from triweave.layout import Layout, even_layers
+from triweave.layout import Layout, Shard, even_layers
 from triweave.model_spec import ModelSpec, spec_from_folder
 from triweave.planner.assumptions import OURS
 from triweave.planner.memory_stage import StageTapes, stage_tapes
@@ -73,14 +72,9 @@ def keep_one(rank: int, folder: Path, layout: Layout, samples: list[Sample], dty
     engine = engine_for(folder, layout, SEQ, MICRO_BATCHES, dtype=dtype, weights="random")
     batch = local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp)
     found = []
-    for stage, module in engine.stages.items():
+    for stage in engine.stages:
         with Allocated() as memory:
-            x = None if stage == 0 else torch.zeros(engine.pipeline.activation_shape, dtype=engine.pipeline.dtype)
-            output = module(x if x is None else x.requires_grad_(), batch.inputs[0])
-            if stage == layout.num_stages - 1:
-                output = loss_of(engine, batch)(0, output)
-            edge = get_gradient_edge(output)
-            del output, x
+            edge = one_forward(engine, stage, batch)
             planned = tapes_of(engine.spec, layout, stage, dtype).kept_bytes
             found.append((settled(memory, planned), planned))
         del edge
@@ -242,19 +236,22 @@ def states_on_rank(
     return real, [planned.weights, planned.gradients, planned.master_weights, planned.moments]
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "full"])
+AMONG = (Layout(pp=2, dp=3), Layout(cp=2, dp=2), Layout(dp=6, shard_group=3), Layout(dp=2, shard_group=1))
+SHARED = [
+    replace(among, shard=shard)
+    for among in AMONG
+    for shard in get_args(Shard)
+    # `none` has nothing to share out among fewer.
+    if shard != "none" or among.shard_group is None
+]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "among",
-    [Layout(pp=2, dp=3), Layout(cp=2, dp=2), Layout(dp=6, shard_group=3), Layout(dp=2, shard_group=1)],
-    ids=str,
-)
-def test_states_to_the_byte(ranks: Ranks, tmp_path: Path, among: Layout, shard: Any, dtype: str) -> None:
+@pytest.mark.parametrize("shared", SHARED, ids=lambda layout: f"{layout} {layout.sharing}")
+def test_states_to_the_byte(ranks: Ranks, tmp_path: Path, shared: Layout, dtype: str) -> None:
     """Weights, gradients, master weights and moments are those of the trainer at every level, padding included."""
     folder = tiny_config(tmp_path, vocab_size=301)
-    if shard == "none" and among.shard_group is not None:
-        pytest.skip("`none` has nothing to share out among fewer")
-    layout = with_layers(replace(among, shard=shard))
+    layout = with_layers(shared)
     samples = make_samples(MICRO_BATCHES * layout.dp, 1, SEQ, VOCAB, packed=False)
     for real, planned in ranks.run(layout.world_size, states_on_rank, folder, layout, samples, dtype):
         assert real == planned

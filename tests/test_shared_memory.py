@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pretend_gpus import Gpu, Stream, run
+from pretend_gpus import Gpu, Stream, run, without_wait
 from torch import Tensor
 
 from triweave.groups import Group, alone
@@ -177,19 +177,7 @@ def test_missing_wait_is_seen(shard: Shard, flag: Flag) -> None:
 @pytest.mark.parametrize(("waits", "waited_for"), [(0, 1), (1, 0), (1, 2), (2, 1)])
 def test_missing_wait_between_streams_is_seen(waits: int, waited_for: int) -> None:
     """So with each wait of a rank's own streams: computing (0), copies (1), sums (2)."""
-    wait = Stream.wait_event
-    made = Stream.record_event
-
-    def record(self: Stream) -> Any:
-        event = made(self)
-        event.by = self.cuda_stream  # type: ignore[attr-defined]
-        return event
-
-    def careless(self: Stream, event: Any) -> None:
-        if (self.cuda_stream, event.by) != (waits, waited_for):
-            wait(self, event)
-
-    with patch.object(Stream, "record_event", record), patch.object(Stream, "wait_event", careless):
+    with without_wait(waits, waited_for):
         assert fails("none" if waits == 0 else "optimizer")
 
 

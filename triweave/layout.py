@@ -124,25 +124,15 @@ class Layout:
         stride = 1
         for other in AXES[: AXES.index(axis)]:
             stride *= self.size(other)
-        size = self.size(axis)
-        starts = [rank for rank in range(self.world_size) if (rank // stride) % size == 0]
-        return [tuple(start + i * stride for i in range(size)) for start in starts]
+        return self._strided(stride, self.size(axis))
 
     def same_weights_groups(self) -> list[tuple[int, ...]]:
         """Every group of ranks that hold the same part of the model, over dp and cp, nearest ranks together."""
-        return [
-            tuple(start + i * self.tp for i in range(self.replicas))
-            for start in range(self.world_size)
-            if start // self.tp % self.replicas == 0
-        ]
+        return self._strided(self.tp, self.replicas)
 
     def shard_groups(self) -> list[tuple[int, ...]]:
         """Every group of ranks that share out weights, gradients or optimizer states, nearest ranks together."""
-        return [
-            tuple(start + i * self.tp for i in range(self.shard_ranks))
-            for start in range(self.world_size)
-            if start // self.tp % self.shard_ranks == 0
-        ]
+        return self._strided(self.tp, self.shard_ranks)
 
     def shard_group_of(self, rank: int) -> int:
         """Number of the shard group that `rank` belongs to, among those of its place on the other axes."""
@@ -151,12 +141,12 @@ class Layout:
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         """Every group of ranks that hold the same slice: what shard groups sum among each other."""
-        stride, count = self.tp * self.shard_ranks, self.replicas // self.shard_ranks
-        return [
-            tuple(start + i * stride for i in range(count))
-            for start in range(self.world_size)
-            if start // stride % count == 0
-        ]
+        return self._strided(self.tp * self.shard_ranks, self.replicas // self.shard_ranks)
+
+    def _strided(self, stride: int, count: int) -> list[tuple[int, ...]]:
+        """All ranks in groups of `count`, each rank of a group `stride` behind the one before it."""
+        starts = [rank for rank in range(self.world_size) if rank // stride % count == 0]
+        return [tuple(start + i * stride for i in range(count)) for start in starts]
 
     def stage_owner(self, stage: int) -> int:
         """Pipeline rank of virtual stage `stage`: stages go round the pipeline (Narayanan et al. 2104.04473)."""

@@ -12,14 +12,12 @@ A claimant of the same run does not watch: it holds the lock of the run's folder
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Protocol
 
-from triweave.checkpoint.run_lock import LOCK_FILE, Holder, holder_from, holder_now
+from triweave.checkpoint.run_lock import LOCK_FILE, Holder, holder_from, holder_now, signs_of_life
 from triweave.errors import InputError, Problem
 
 BEAT_S = 20.0
@@ -86,28 +84,18 @@ def leased(
                 raise _held(store, key, winner)
     except OSError as error:
         raise InputError(Problem(key, store.where, f"cannot be written to ({error})")) from None
-    ended = threading.Event()
 
-    def give_signs_of_life() -> None:
-        holder = me
-        while not ended.wait(beat_s):
-            # A store that does not answer for a while is no reason to end a run.
-            with suppress(OSError):
-                other = _read(store)
-                if other is not None and other.token != me.token:
-                    tell(f"error: {store.where} was taken over by {other}: this run ends")
-                    lost()
-                    return
-                holder = replace(holder, beat=holder.beat + 1)
-                store.write_small(LOCK_FILE, holder.to_bytes())
+    def write(holder: Holder) -> None:
+        store.write_small(LOCK_FILE, holder.to_bytes())
 
-    beating = threading.Thread(target=give_signs_of_life, daemon=True)
-    beating.start()
+    def taken_over(other: Holder) -> None:
+        tell(f"error: {store.where} was taken over by {other}: this run ends")
+        lost()
+
     try:
-        yield
+        with signs_of_life(me, lambda: _read(store), write, beat_s, taken_over):
+            yield
     finally:
-        ended.set()
-        beating.join()
         with suppress(OSError):
             last = _read(store)
             if last is None or last.token == me.token:

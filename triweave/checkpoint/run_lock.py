@@ -67,6 +67,46 @@ def holder_from(content: bytes) -> Holder | None:
 
 
 @contextmanager
+def signs_of_life(
+    me: Holder,
+    read: Callable[[], Holder | None],
+    write: Callable[[Holder], None],
+    beat_s: float,
+    taken_over: Callable[[Holder], None],
+) -> Iterator[None]:
+    """Move the holder's count every `beat_s` seconds while the block runs, from a thread of its own.
+
+    Args:
+        me: the holder.
+        read: who the lock says holds it; it may raise `OSError`, and so may `write`.
+        write: has the lock say so.
+        beat_s: seconds between two signs.
+        taken_over: told who else holds the lock, if somebody does; nothing more is written then.
+    """
+    ended = threading.Event()
+
+    def beat() -> None:
+        holder = me
+        while not ended.wait(beat_s):
+            # A disk or a store that is full, slow or silent for a while is no reason to end a run.
+            with suppress(OSError):
+                other = read()
+                if other is not None and other.token != me.token:
+                    taken_over(other)
+                    return
+                holder = replace(holder, beat=holder.beat + 1)
+                write(holder)
+
+    beating = threading.Thread(target=beat, daemon=True)
+    beating.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        beating.join()
+
+
+@contextmanager
 def claimed(
     folder: Path,
     tell: Callable[[str], None],
@@ -112,20 +152,15 @@ def claimed(
             time.sleep(2 * beat_s)
             if (winner := _read(handle)) != me:
                 raise _held(key, folder, path, winner)
-        ended = threading.Event()
 
-        def give_signs_of_life() -> None:
-            if (other := _beat(handle, me, ended, beat_s)) is not None:
-                tell(f"error: {path} was taken over by {other}: this run ends")
-                lost()
+        def taken_over(other: Holder) -> None:
+            tell(f"error: {path} was taken over by {other}: this run ends")
+            lost()
 
-        beating = threading.Thread(target=give_signs_of_life, daemon=True)
-        beating.start()
         try:
-            yield
+            with signs_of_life(me, lambda: _read(handle), lambda now: _write(handle, now), beat_s, taken_over):
+                yield
         finally:
-            ended.set()
-            beating.join()
             last = _read(handle)
             if last is None or last.token == me.token:
                 path.unlink(missing_ok=True)
@@ -182,19 +217,6 @@ def _watch(handle: int, former: Holder, key: str, folder: Path, patience_s: floa
             now = _read(file.fileno())
             if now is not None and now != former:
                 raise _held(key, folder, path, now)
-
-
-def _beat(handle: int, me: Holder, ended: threading.Event, beat_s: float) -> Holder | None:
-    """Count until the end; returns who has taken the directory over, if somebody has."""
-    while not ended.wait(beat_s):
-        # A disk that is full or slow for a while is no reason to end a run.
-        with suppress(OSError):
-            now = _read(handle)
-            if now is not None and now.token != me.token:
-                return now
-            me = replace(me, beat=me.beat + 1)
-            _write(handle, me)
-    return None
 
 
 def _held(key: str, folder: Path, path: Path, holder: Holder | None) -> InputError:

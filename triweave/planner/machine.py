@@ -197,9 +197,14 @@ _H200_MATMULS = tuple(
 )
 
 
-HOST_COPY_SHARE = 0.86
+_HOST_COPY_SHARE = 0.86
 """Of the bus's datasheet rate, what copies from pinned memory reach: 54.8 GB/s of PCIe 5.0 x16 on an H200 (256 MiB,
 `triweave probe`); on other cards it is taken for the same."""
+
+
+def host_rate(gpu: Gpu) -> float:
+    """Bytes a second that copies between pinned host memory and `gpu` are taken to reach, one way."""
+    return _HOST_COPY_SHARE * gpu.pcie_bandwidth
 
 
 def _curves(two: Curve, four: Curve, eight: Curve) -> Mapping[int, Curve]:
@@ -233,7 +238,7 @@ def _machine(
         sheet.nic_bandwidth,
         matmuls=matmuls,
         nvlink_gather=gather if gather is not None else MappingProxyType({}),
-        host_bytes_per_s=HOST_COPY_SHARE * sheet.pcie_bandwidth,
+        host_bytes_per_s=host_rate(sheet),
     )
 
 
@@ -335,7 +340,7 @@ def _machine_of(gpu: Gpu, ports_per_gpu: float) -> Machine:
         nvlink_all_reduce=MappingProxyType({n: curve.times(link) for n, curve in known.nvlink_all_reduce.items()}),
         nvlink_gather=MappingProxyType({n: curve.times(link) for n, curve in known.nvlink_gather.items()}),
         nic_bytes_per_s=gpu.nic_bandwidth * ports_per_gpu,
-        host_bytes_per_s=HOST_COPY_SHARE * gpu.pcie_bandwidth,
+        host_bytes_per_s=host_rate(gpu),
         # Products of another card say nothing of this one.
         matmuls=known.matmuls if gpu.peak_flops == usual.peak_flops else (),
     )

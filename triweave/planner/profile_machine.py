@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from triweave.cluster import CATALOGUE, Cluster, Gpu
 from triweave.errors import InputError, Problem, closest
-from triweave.planner.machine import HOST_COPY_SHARE, MACHINES, Attention, Curve, Machine, Matmul, Trainer
+from triweave.planner.machine import MACHINES, Attention, Curve, Machine, Matmul, Trainer, host_rate
 from triweave.planner.profile import Collective, Point, Profile, Span, read_profile
 from triweave.planner.profile_layers import with_layers
 
@@ -79,7 +79,7 @@ def _known(profile: Profile, gpu: Gpu) -> Machine:
         0.85,
         MappingProxyType(_inside(profile, "all_reduce")),
         gpu.nic_bandwidth,
-        host_bytes_per_s=HOST_COPY_SHARE * gpu.pcie_bandwidth,
+        host_bytes_per_s=host_rate(gpu),
     )
 
 
@@ -184,7 +184,7 @@ def _carried_over(measured: Machine, own: Gpu, gpu: Gpu, cluster: Cluster) -> Ma
         nvlink_gather=MappingProxyType({n: curve.times(link) for n, curve in measured.nvlink_gather.items()}),
         nvlink_send=measured.nvlink_send.times(link) if measured.nvlink_send is not None else None,
         nic_bytes_per_s=gpu.nic_bandwidth * cluster.num_rails / cluster.gpus_per_node,
-        host_bytes_per_s=HOST_COPY_SHARE * gpu.pcie_bandwidth,
+        host_bytes_per_s=host_rate(gpu),
         # Products and kernels of another card say nothing of this one's shapes.
         matmuls=(),
         products=MappingProxyType({}),

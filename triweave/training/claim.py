@@ -71,16 +71,16 @@ def _owner(run: Run, store: Store, owner: Owner, names: list[str]) -> Owner:
     Raises:
         InputError: they are another run's, and the run file does not name one of them to go on from.
     """
+    writer = writer_of(store, names[0]) if names else ""
     if run.resume not in ("auto", "never"):
         source, name = locate(run.resume)
         if name in names and source.where == store.where:
             owner = owner.taking_over(writer_of(store, name))
-    elif run.checkpoint.path is None and names:
+    elif run.checkpoint.path is None:
         # They lie in the run's own folder: who copied or moved them there meant it.
-        owner = owner.taking_over(writer_of(store, names[0]))
-    for name in names[:1]:
-        if not owner.owns(writer_of(store, name)):
-            rule = f"holds {name} of another run than that of {run.output_dir}"
-            nearest = f"another place, or resume: {store.where}/{name} once, to take it over"
-            raise InputError(Problem("checkpoint.path", store.where, rule, nearest))
+        owner = owner.taking_over(writer)
+    if not owner.owns(writer):
+        rule = f"holds {names[0]} of another run than that of {run.output_dir}"
+        nearest = f"another place, or resume: {store.where}/{names[0]} once, to take it over"
+        raise InputError(Problem("checkpoint.path", store.where, rule, nearest))
     return owner
