@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triweave.collectives import sum_parts
+from triweave.kernels.partial_sums import sum_in_order
 from triweave.groups import Group, alone
 from triweave.overlap import FLAG_BYTES, MIN_PIECE_TOKENS, PIECE_S, exchange_bytes, exposed_s, pays_to_cut, pieces
 from triweave.transport.choose import choose_transport
@@ -86,6 +87,15 @@ def test_parts_are_summed_in_float32(ranks: int) -> None:
     assert wrong <= 2
     assert all(torch.equal(part, former) for part, former in zip(parts, kept, strict=True))
     assert sum_parts(parts).dtype is torch.bfloat16
+
+
+def test_one_part_is_its_own_sum() -> None:
+    """A context-parallel rank may see keys in one part; the kernel always adds three and must not be asked."""
+    part = torch.randn(10)
+    assert torch.equal(sum_parts([part]), part)
+    for number in (1, 2, 9):
+        with pytest.raises(ValueError, match=f"{number} parts, 3 to 8"):
+            sum_in_order([part] * number)
 
 
 def test_log_tells_why_nothing_is_overlapped() -> None:

@@ -92,8 +92,11 @@ def finish(pending: Pending) -> Tensor:
 def sum_parts(parts: list[Tensor]) -> Tensor:
     """Sum one part a rank, in rank order, rounded once: the same bits on every run.
 
-    More than two parts of a 16-bit type are summed in float32; a sum of two is rounded once anyway.
+    More than two parts of a 16-bit type are summed in float32; a sum of two is rounded once anyway, and one part alone
+    is its own sum.
     """
+    if len(parts) == 1:
+        return parts[0]
     if len(parts) == 2:
         return parts[0] + parts[1]
     if uses_kernels(parts[0]):

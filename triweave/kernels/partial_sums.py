@@ -8,17 +8,18 @@ from torch import Tensor
 from triweave.kernels.dispatch import launch
 from triweave.kernels.language import tl, triton
 
-_BLOCK, _MOST_PARTS = 2048, 8
+_BLOCK, _FEWEST_PARTS, _MOST_PARTS = 2048, 3, 8
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
     """Sum three parts or more of one shape, first to last in float32, rounded once.
 
     Raises:
-        ValueError: more parts than ranks of a node: larger groups do not come here.
+        ValueError: fewer than three parts, whose sum torch rounds once; more than ranks of a node, for larger groups
+            do not come here.
     """
-    if len(parts) > _MOST_PARTS:
-        raise ValueError(f"{len(parts)} parts, at most {_MOST_PARTS} in one sum")
+    if not _FEWEST_PARTS <= len(parts) <= _MOST_PARTS:
+        raise ValueError(f"{len(parts)} parts, {_FEWEST_PARTS} to {_MOST_PARTS} in one sum")
     parts = [part.contiguous() for part in parts]
     total = torch.empty_like(parts[0])
     rest = parts[3:] + [parts[0]] * (_MOST_PARTS - len(parts))
