@@ -103,8 +103,9 @@ def main() -> int:
     name = "CPU" if small else torch.cuda.get_device_name(device)
     out, back = alone(device, 2**24 if small else 2**28)
     print(f"{name}, torch {torch.__version__}: copies alone {out:.1f} GB/s out, {back:.1f} GB/s back\n")
-    print("| case | recompute | offload | first step s | step s | of plain | moved GB a step, each way | peak GiB | planned | equal |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    heads = ("case", "recompute", "offload", "first step s", "step s", "of plain", "moved GB a step, each way")
+    heads += ("peak GiB", "planned", "equal")
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     wrong = False
     for case, (model, num_layers, seq) in cases.items():
         spec, plain = replace(model, num_hidden_layers=num_layers, max_position_embeddings=seq), None
@@ -119,8 +120,8 @@ def main() -> int:
             told = f"{peak / GIB:.3f} | {planned.peak_allocated_bytes / GIB:.3f}" if peak else "- | -"
             wrong |= loss != plain[0]
             print(
-                f"| {case}, seq {seq} | {' '.join(recompute) or '-'} | {' '.join(offload) or '-'} | {first_s:.1f} | {seconds:.4f} |"
-                f" {seconds / plain[1]:.3f} | {moved:.2f} | {told} | {'yes' if loss == plain[0] else 'NO'} |",
+                f"| {case}, seq {seq} | {' '.join(recompute) or '-'} | {' '.join(offload) or '-'} | {first_s:.1f}"
+                f" | {seconds:.4f} | {seconds / plain[1]:.3f} | {moved:.2f} | {told} | {'yes' if loss == plain[0] else 'NO'} |",
                 flush=True,
             )
     return int(wrong)
