@@ -121,7 +121,8 @@ def main() -> int:
             wrong |= loss != plain[0]
             print(
                 f"| {case}, seq {seq} | {' '.join(recompute) or '-'} | {' '.join(offload) or '-'} | {first_s:.1f}"
-                f" | {seconds:.4f} | {seconds / plain[1]:.3f} | {moved:.2f} | {told} | {'yes' if loss == plain[0] else 'NO'} |",
+                f" | {seconds:.4f} | {seconds / plain[1]:.3f} | {moved:.2f} | {told}"
+                f" | {'yes' if loss == plain[0] else 'NO'} |",
                 flush=True,
             )
     return int(wrong)
