@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triweave.collectives import sum_parts
-from triweave.kernels.partial_sums import sum_in_order
 from triweave.groups import Group, alone
+from triweave.kernels.partial_sums import sum_in_order
 from triweave.overlap import FLAG_BYTES, MIN_PIECE_TOKENS, PIECE_S, exchange_bytes, exposed_s, pays_to_cut, pieces
 from triweave.transport.choose import choose_transport
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from ranks import Ranks
 
 from triweave.recovery.agreement import check_collectives, check_same, differing_collectives, differing_facts
-from triweave.recovery.statement import Collective, Statement, from_json, state_now
+from triweave.recovery.statement import Collective, Statement, from_json, recorded_collectives, state_now
 from triweave.recovery.verdict import describe, judge
 from triweave.recovery.watch import Watch, watching
 from triweave.schedule.actions import Action, Kind
@@ -149,6 +151,48 @@ def test_collectives_of_different_length_are_no_difference() -> None:
     wrong = {**late, 3: replace(SUM, sequence=3, dtypes=("Int",))}
     (told,) = differing_collectives([{"tp": calls}, {"tp": calls}, {"tp": wrong}])
     assert told.startswith("rank 2: called all_reduce 3 (Int [4])")
+
+
+def test_collectives_of_both_recorders_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU run has gloo's control group in one recorder and NCCL's groups in another; two H200 showed the first alone.
+
+    A group that both carry out has two counts, and one that both recorders tell of is taken once.
+    """
+    both = entry("gloo", 1, "0", "default_pg")
+    first = [both, entry("gloo", 2, "2", "undefined")]
+    second = [both, entry("nccl", 7, "1", "dp"), entry("nccl", 9, "0", "default_pg"), entry("nccl", 8, "1", "dp")]
+    second.append({**entry("nccl", 8, "1", "dp"), "is_p2p": True})
+    for name, entries in (("_dump_fr_trace_json", first), ("_dump_nccl_trace_json", second)):
+        dump = functools.partial(dump_of, entries)
+        monkeypatch.setattr(torch._C._distributed_c10d, name, dump, raising=False)
+    found = {group: [one.sequence for one in ones] for group, ones in recorded_collectives().items()}
+    assert found == {
+        "0 default_pg (gloo)": [1],
+        "0 default_pg (nccl)": [9],
+        "1 dp (nccl)": [7, 8],
+        "2 undefined (gloo)": [2],
+    }
+
+
+def entry(backend: str, sequence: int, *group: str) -> dict[str, object]:
+    """A collective as torch's flight recorder writes it."""
+    return {
+        "collective_seq_id": sequence,
+        "input_dtypes": ["Float"],
+        "input_sizes": [[4]],
+        "is_p2p": False,
+        "process_group": list(group),
+        "profiling_name": f"{backend}:all_reduce",
+        "retired": False,
+        "state": "started",
+    }
+
+
+def dump_of(entries: list[dict[str, object]], *, includeCollectives: bool, onlyActive: bool) -> str:
+    """The recorder's text, which its options leave whole."""
+    assert includeCollectives
+    assert not onlyActive
+    return json.dumps({"entries": entries})
 
 
 def check_on_rank(rank: int, port_file: Path, plant: str) -> str:

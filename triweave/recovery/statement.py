@@ -93,24 +93,28 @@ def last_collectives() -> dict[str, Collective]:
 
 
 def recorded_collectives() -> dict[str, list[Collective]]:
-    """What torch's flight recorder still has of every group, oldest first; of messages between two it has nothing.
+    """What torch's flight recorders still have of every group, oldest first; of messages between two they have nothing.
 
-    Its Python name is private (torch 2.11 to 2.13); without it a verdict rests on stacks and positions alone.
+    NCCL's collectives stand in a recorder of their own. One that tells of a group again what the first has told (torch
+    may join them) is not asked about it. Their Python names are private (torch 2.11 to 2.13); without them a verdict
+    rests on stacks and positions alone.
     """
     found: dict[str, list[Collective]] = {}
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", []) if dump else []
+        told: dict[str, list[Collective]] = {}
         for entry in entries:
             if not entry.get("is_p2p"):
-                found.setdefault(_group_of(entry), []).append(_collective(entry))
-        if found:
-            break
+                told.setdefault(_group_of(entry), []).append(_collective(entry))
+        found = told | found
     return found
 
 
 def _group_of(entry: Mapping[str, Any]) -> str:
-    return " ".join(str(part) for part in entry["process_group"])
+    """Name of a group and, since a group may have several and each counts for itself, of what carries it out."""
+    backend = str(entry["profiling_name"]).rpartition(":")[0]
+    return " ".join([*map(str, entry["process_group"]), *([f"({backend})"] if backend else [])])
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:
