@@ -21,6 +21,7 @@ from check_planner import run_of
 
 from triweave.catalogue import find_model
 from triweave.dryrun.batch import make_batch
+from triweave.dryrun.on_gpu import fill_on_device
 from triweave.layout import Layout, Offload, Recompute
 from triweave.model_spec import ModelSpec
 from triweave.offload import Copies
@@ -69,8 +70,8 @@ def measure(
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    engine = build_engine(run, device)
     torch.manual_seed(0)
+    engine = build_engine(run, device, lambda units: fill_on_device(units, spec))
     batch = make_batch(run, device)
     begin, times = time.perf_counter(), []
     loss, _ = train_step(engine, batch, 0.0, 1.0)

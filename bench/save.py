@@ -30,6 +30,7 @@ from triweave.checkpoint.kept import damage
 from triweave.checkpoint.local_store import LocalStore
 from triweave.config.schema import DataConfig, ModelConfig, Run, TrainConfig
 from triweave.config.validate import ResolvedRun
+from triweave.dryrun.on_gpu import fill_on_device
 from triweave.groups import alone
 from triweave.layout import Layout
 from triweave.training.checkpoints import RunProgress, snapshot_bytes, take_snapshot
@@ -84,7 +85,8 @@ def rank_engine(device: torch.device, layers: int, *, small: bool) -> Engine:
         data=DataConfig(train=("unused",), seq_len=128),
         train=TrainConfig(global_batch=1),
     )
-    engine = build_engine(ResolvedRun(run, spec, Layout(layers=(layers,)), None, 1, 1), device)
+    resolved = ResolvedRun(run, spec, Layout(layers=(layers,)), None, 1, 1)
+    engine = build_engine(resolved, device, lambda units: fill_on_device(units, spec))
     for _, moments in engine.optimizer.states():
         moments["exp_avg"].normal_()
         moments["exp_avg_sq"].uniform_()
