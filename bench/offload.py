@@ -104,8 +104,8 @@ def main() -> int:
     name = "CPU" if small else torch.cuda.get_device_name(device)
     out, back = alone(device, 2**24 if small else 2**28)
     print(f"{name}, torch {torch.__version__}: copies alone {out:.1f} GB/s out, {back:.1f} GB/s back\n")
-    heads: tuple[str, ...] = ("case", "recompute", "offload", "first step s", "step s", "of plain", "moved GB a step, each way")
-    heads += ("peak GiB", "planned", "equal")
+    heads = ["case", "recompute", "offload", "first step s", "step s", "of plain", "moved GB a step, each way"]
+    heads += ["peak GiB", "planned", "equal"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     wrong = False
     for case, (model, num_layers, seq) in cases.items():
