@@ -25,7 +25,7 @@ from triweave.doctor.findings import CURES, Finding
 from triweave.doctor.judge import chosen_interfaces, judge
 from triweave.doctor.judge_measured import judge_groups, judge_links, judge_ranks
 from triweave.doctor.look import parse_topology
-from triweave.doctor.measure import Between, tournament
+from triweave.doctor.measure import Between, rate_of, tournament
 from triweave.doctor.run import Options, Report, groups_of, visit
 from triweave.doctor.seen import DiskSeen, GpuSeen, Seen, seen_from_json
 from triweave.doctor.table import to_json, to_text
@@ -363,6 +363,14 @@ def test_a_slow_host_and_a_slow_pair_are_told_apart() -> None:
     (finding,) = judge_links(links(slow={(1, 2): 20e9}), seen, on_gpu=True)
     assert finding.where == "rank 1 on node1 to rank 2 on node2"
     assert list(judge_links(links(slow={(1, 2): 30e9}), seen, on_gpu=True)) == []
+
+
+def test_words_that_waited_do_not_make_a_slow_link_fast() -> None:
+    """Words of one pair wait behind another pair's messages; a link of 2.5 MB/s is one whatever they took."""
+    size, one_way_s = 262_144, 0.105
+    for there_and_back_s in (1e-4, 0.1, 0.2, 0.21, 5.0):
+        assert rate_of(size, there_and_back_s, one_way_s + 5e-5) <= 2 * size / one_way_s
+    assert rate_of(size, 1e-4, one_way_s + 5e-5) == pytest.approx(size / one_way_s)
 
 
 def test_links_and_groups_are_held_against_a_profile() -> None:

@@ -108,6 +108,7 @@ def steps(hosts: Hosts, folder: Path) -> Iterator[str]:
             span = f"{min(times):.2f} to {max(times):.2f}"
             speed = "full" if rate is None else f"{8e-6 * rate:.0f}"
             yield f"| {grid.name} | {speed} | {step:.3f} | {span} | {told.step_s:.3f} | {off:+.1f} % | {parts} |"
+    shape(hosts, None)
 
 
 def shape(hosts: Hosts, bytes_per_s: float | None) -> None:

@@ -130,8 +130,22 @@ def _message(session: Session, kind: str, sender: int, receiver: int) -> Between
     if not sends:
         return None
     there_and_back, whole = (min(taken[1:]) for taken in times.values())
-    one_way_s = there_and_back / 2
-    return Between(kind, (sender, receiver), size / max(whole - one_way_s, 1e-9), one_way_s, size)
+    return Between(kind, (sender, receiver), rate_of(size, there_and_back, whole), there_and_back / 2, size)
+
+
+def rate_of(size: int, there_and_back_s: float, whole_s: float) -> float:
+    """Bytes a second of a message, one way.
+
+    Words may have waited behind what another pair sent through a slow link, and the message not, or less: taken off
+    whole, they would leave no time for it, and the slowest link would be the fastest. A message takes no less than
+    the word that comes back after it.
+
+    Args:
+        size: bytes of the message.
+        there_and_back_s: a word, and a word back.
+        whole_s: the message, and a word back.
+    """
+    return size / max(whole_s - there_and_back_s / 2, whole_s / 2)
 
 
 def measure_alone(session: Session, work: Callable[[], object] | None = None) -> float:
