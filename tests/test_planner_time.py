@@ -17,6 +17,7 @@ from triweave.layout import Layout, Recompute, Shard, even_layers
 from triweave.model_spec import ModelSpec
 from triweave.planner.machine import MACHINES, machine
 from triweave.planner.time_actions import action_costs
+from triweave.planner.time_collectives import reduce_scatter_s
 from triweave.planner.time_layer import layer_work
 from triweave.planner.time_listing import layer_operations
 from triweave.planner.time_operations import Kernel, moved
@@ -304,3 +305,17 @@ def test_time_model_needs_no_torch() -> None:
     code = "import sys, triweave.planner.time_rows; print(*{'torch', 'numpy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
+
+
+def test_across_nodes_nothing_is_cut_in_pieces() -> None:
+    """Over two nodes there are no copy engines: each forward waits for two whole collectives a half of a layer."""
+    layout = Layout(tp=2, layers=(8,))
+    decoder = decoder_of(find_model("llama-3.1-8b"))
+    inside, across = (
+        place_of(decoder, layout, H200, TRIWEAVE_FUSED, seq_len=8192, gpus_per_node=count, precision="bf16")
+        for count in (2, 1)
+    )
+    once = reduce_scatter_s(H200, across.tp, across.activation_bytes) / TRIWEAVE_FUSED.links
+    assert layer_work(across).forward.tensor_parallel == pytest.approx(4 * once)
+    at_once = reduce_scatter_s(H200, inside.tp, inside.activation_bytes) / TRIWEAVE_FUSED.links
+    assert layer_work(inside).forward.tensor_parallel < 4 * at_once
