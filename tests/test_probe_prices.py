@@ -302,3 +302,20 @@ def test_all_reduces_between_layers_take_what_was_measured() -> None:
     assert step(without_layers, NO_SLICES).tensor_parallel == pytest.approx(4 * a_micro_batch)
     # What a profile does not hold is known of other machines, and training reaches less of it.
     assert step(replace(without_layers, collectives=()), NO_SLICES).tensor_parallel > 5 * a_micro_batch
+
+
+def test_a_head_that_is_the_embedding_is_updated_once_and_summed_between_its_ranks() -> None:
+    """One weight has one update; where its two ends are on two ranks, these sum its gradients, which nothing hides."""
+
+    def told(tied: bool, pp: int) -> Breakdown:
+        spec = replace(MODEL, num_hidden_layers=8, tie_word_embeddings=tied)
+        layout = Layout(pp=pp, layers=even_layers(8, pp))
+        return predict_step(spec, layout, TWO, seq_len=SEQ, global_batch=4, on=machine()).breakdown
+
+    head = MODEL.vocab_size * MODEL.hidden_size
+    layers = 8 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    one, two = told(True, 1), told(False, 1)
+    assert one.optimizer / two.optimizer == pytest.approx((layers + head) / (layers + 2 * head), rel=1e-3)
+    (curve,) = [one for one in measured().collectives if one.kind == "all_reduce"]
+    seconds = Curve(*zip(*curve.bytes_seconds, strict=True))(4 * head)
+    assert told(True, 2) == replace(told(False, 2), data_parallel=pytest.approx(seconds))  # type: ignore[arg-type]
