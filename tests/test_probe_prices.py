@@ -291,7 +291,7 @@ def test_layers_measured_with_slices_say_nothing_of_layers_without() -> None:
 
 
 def test_all_reduces_between_layers_take_what_was_measured() -> None:
-    """Of a layer's four, two are waited for and two hide behind weight gradients, as the head's does; none is dearer."""
+    """Of a layer's four, two are waited for and two hide behind weight gradients, as the head's does."""
     (curve,) = [one for one in measured().collectives if one.kind == "all_reduce"]
     activation, statistics = (Curve(*zip(*curve.bytes_seconds, strict=True))(SEQ * size) for size in (2 * 4096, 4))
     qkv, gate_up, head = (matmul_s(machine(), rows, 4096, SEQ, "bf16", "TN") for rows in (3072, 14336, 64128))

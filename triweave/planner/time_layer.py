@@ -57,8 +57,8 @@ def layer_work(place: Place) -> Work:
     attention, mlp = _attention(place), _mlp(place)
     whole, ahead = chain(attention.work, mlp.work), 1.0
     if place.trainer is not None:
-        # Layers over several ranks were measured with slices and copy engines between them. Without sequence parallelism
-        # a layer is one of one rank and its all-reduces, on the host (`time_host`) as on the GPU.
+        # Layers over several ranks were measured with slices and copy engines between them. Without sequence
+        # parallelism a layer is one of one rank and its all-reduces, on the host (`time_host`) as on the GPU.
         ranks = place.tp.ranks if place.sequence_parallel else 1
         ahead, back = _ratios(place.trainer, ranks, products_share(whole))
         whole = Work(whole.forward.times(ahead), whole.backward_input.times(back), whole.backward_weight.times(back))
