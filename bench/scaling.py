@@ -5,8 +5,8 @@
     python bench/scaling.py --out runs/scaling --table           # the table and the picture of rows that are there
 
 Layers as wide as Llama-3-8B's with a vocabulary of 32,000; random weights and tokens, bf16. Beside each point stands
-what the planner says of it, written before the first step is run. A row that is there is not run again. Rows of one
-GPU leave the other idle.
+what the planner says of it with the machine profile of `--profile`, written before the first step is run. A row that is
+there is not run again, and keeps what was said of it then. Rows of one GPU leave the other idle.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from triweave.cluster import parse_cluster
 from triweave.config.schema import RuntimeConfig
 from triweave.layout import Layout, even_layers
 from triweave.model_spec import ModelSpec
+from triweave.planner.machine import Machine
 from triweave.planner.memory import predict_memory
+from triweave.planner.profile_machine import machine_from_profile, profile_of
 from triweave.planner.time_step import predict_step
 from triweave.training.process import Process
 from triweave.training.processes import choose_device, process_group, run_ranks
 
 GIB = 2**30
+CLUSTER = parse_cluster("1x2xh200-141gb")
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def rows(small: bool) -> list[Row]:
     ]
 
 
-def planned(row: Row, small: bool) -> dict[str, Any]:
+def planned(row: Row, small: bool, on: Machine) -> dict[str, Any]:
     """What is measured, and what the planner says of it; a layer is computed again where all activations do not fit."""
     spec = (
         ModelSpec(512, 64, 128, row.layers, 4, 2, 16)
@@ -83,14 +86,13 @@ def planned(row: Row, small: bool) -> dict[str, Any]:
         else ModelSpec(32000, 4096, 14336, row.layers, 32, 8, 128)
     )
     spec = replace(spec, max_position_embeddings=max(row.seq, 8192))
-    cluster = parse_cluster("1x2xh200-141gb")
     for recompute in ((), ("layer",)):
         layout = replace(row.layout, recompute=recompute)
         layout = replace(layout, layers=even_layers(row.layers, layout.num_stages))
         stages = predict_memory(spec, layout, seq_len=row.seq, num_micro_batches=layout.micro_batches(row.batch))
-        if max(stage.used_bytes for stage in stages) <= cluster.gpu.usable_bytes:
+        if max(stage.used_bytes for stage in stages) <= CLUSTER.gpu.usable_bytes:
             break
-    step_s = predict_step(spec, layout, cluster, seq_len=row.seq, global_batch=row.batch).step_s
+    step_s = predict_step(spec, layout, CLUSTER, seq_len=row.seq, global_batch=row.batch, on=on).step_s
     told = {
         "curve": row.curve,
         "x": row.x,
@@ -151,9 +153,11 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", default="", help="curves whose name holds this")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--profile", default="h200-x2", help="machine profile: a file, or one of the package's")
     options = parser.parse_args()
+    on = machine_from_profile(profile_of(options.profile), CLUSTER)
     options.out.mkdir(parents=True, exist_ok=True)
-    jobs = [planned(row, options.small) for row in rows(options.small) if options.only in row.curve]
+    jobs = [planned(row, options.small, on) for row in rows(options.small) if options.only in row.curve]
     (options.out / "predicted.json").write_text(json.dumps([job["told"] for job in jobs], indent=1))
     waiting = [job for job in jobs if not path_of(options.out, job["told"]).exists()]
     code = 0

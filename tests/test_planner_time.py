@@ -17,6 +17,7 @@ from triweave.layout import Layout, Recompute, Shard, even_layers
 from triweave.model_spec import ModelSpec
 from triweave.planner.machine import MACHINES, machine
 from triweave.planner.time_actions import action_costs
+from triweave.planner.time_collectives import all_reduce_ports_s, reduce_scatter_s
 from triweave.planner.time_layer import layer_work
 from triweave.planner.time_listing import layer_operations
 from triweave.planner.time_operations import Kernel, moved
@@ -304,3 +305,49 @@ def test_time_model_needs_no_torch() -> None:
     code = "import sys, triweave.planner.time_rows; print(*{'torch', 'numpy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
+
+
+def test_across_nodes_nothing_is_cut_in_pieces() -> None:
+    """Over two nodes there are no copy engines: each forward waits for two whole collectives a half of a layer."""
+    layout = Layout(tp=2, layers=(8,))
+    decoder = decoder_of(find_model("llama-3.1-8b"))
+    inside, across = (
+        place_of(decoder, layout, H200, TRIWEAVE_FUSED, seq_len=8192, gpus_per_node=count, precision="bf16")
+        for count in (2, 1)
+    )
+    once = reduce_scatter_s(H200, across.tp, across.activation_bytes) / TRIWEAVE_FUSED.links
+    assert layer_work(across).forward.tensor_parallel == pytest.approx(4 * once)
+    at_once = reduce_scatter_s(H200, inside.tp, inside.activation_bytes) / TRIWEAVE_FUSED.links
+    assert layer_work(inside).forward.tensor_parallel < 4 * at_once
+
+
+def test_messages_and_sums_share_their_ports() -> None:
+    """Two flows on one port, each with half of it while both want it: a step longer by what a fluid simulation says."""
+    layout = Layout(tp=2, pp=2, sequence_parallel=False, layers=(4, 4))
+    cluster = parse_cluster("4x1xh200-141gb")
+    slow = dataclasses.replace(H200, nic_bytes_per_s=2e9)
+    costs = action_costs(
+        find_model("llama-3.1-8b"), layout, cluster, seq_len=8192, global_batch=8, stack=TRIWEAVE_FUSED, on=slow
+    )
+    first, own = costs.stages[0], costs.blocks[0].cost
+    message = costs.transfer_s - slow.nic_latency_s
+    ports = 4 * 4 * all_reduce_ports_s(slow, costs.place.tp, costs.place.activation_bytes)
+    # Work in turns: a slice of products, for which the message has the port alone, and one of sums.
+    slices = 10_000
+    compute, sums = (own.total - ports) / slices, ports / slices
+    now, left = 0.0, message
+    while left > 0:
+        now, left = now + compute, left - compute
+        together = min(2 * sums, 2 * max(0.0, left))
+        now, left = now + sums + together / 2, left - together / 2
+    longer = now - message
+    assert 0.1 * message < longer
+    assert first.forward - own.forward == pytest.approx(longer, rel=0.01)
+    assert costs.stages[1].backward_input - costs.blocks[1].cost.backward_input > 0
+    # The first stage sends no gradient, the last no activation, and inside a node nobody is in a message's way.
+    assert first.backward_input == own.backward_input
+    assert costs.stages[1].forward == costs.blocks[1].cost.forward
+    inside = action_costs(
+        find_model("llama-3.1-8b"), layout, parse_cluster("2x2xh200-141gb"), seq_len=8192, global_batch=8, on=slow
+    )
+    assert inside.stages == tuple(block.cost for block in inside.blocks)

@@ -260,3 +260,62 @@ def test_hooks_of_data_parallel_ranks_take_the_host_time() -> None:
         without = step(replace(measured(), hosts=(plain, again)), layout).total
         more = step(replace(measured(), hosts=(plain, again, hooked)), layout).total - without
         assert more == pytest.approx(2 * 8 * 10e-3), one
+
+
+def test_attention_beyond_the_longest_sequence_goes_on_as_it_was_there() -> None:
+    """Four times as long as anything measured, a kernel is as far from its model as at the longest that was."""
+    (cudnn,) = [table for table in measured().attention if table.kernel == "cudnn"]
+    points = tuple((*shape, 1.3 * a, 1.3 * b) for *shape, a, b in cudnn.shape_forward_backward_seconds)
+    longest, heads = max((seq, heads) for _, seq, heads, *_ in points)
+    slow = replace(measured(), attention=(replace(cudnn, shape_forward_backward_seconds=points),))  # type: ignore[arg-type]
+    measured_on, modelled_on = (machine_from_profile(one, TWO) for one in (slow, replace(slow, attention=())))
+
+    def off(seq: int) -> list[float]:
+        found, model = (attention_s(on, "cudnn", 1, seq, heads, 128) for on in (measured_on, modelled_on))
+        return [seconds / modelled for seconds, modelled in zip(found, model, strict=True)]
+
+    assert off(longest) == pytest.approx([1.3, 1.3], rel=0.03)
+    assert off(4 * longest) == pytest.approx(off(longest))
+
+
+NO_SLICES = Layout(tp=2, sequence_parallel=False)
+
+
+def test_layers_measured_with_slices_say_nothing_of_layers_without() -> None:
+    """Whole layers over two ranks were measured with sequence parallelism: without it one rank's layers count."""
+    one, *_ = measured().layers
+    two = (2, *one[1:8], 5e-3, 10e-3)
+    slow = replace(measured(), layers=(one, two))
+    assert step(slow, TP).total > 1.1 * step(measured(), TP).total
+    assert step(slow, NO_SLICES) == step(measured(), NO_SLICES)
+
+
+def test_all_reduces_between_layers_take_what_was_measured() -> None:
+    """Of a layer's four, two are waited for and two hide behind weight gradients, as the head's does."""
+    (curve,) = [one for one in measured().collectives if one.kind == "all_reduce"]
+    activation, statistics = (Curve(*zip(*curve.bytes_seconds, strict=True))(SEQ * size) for size in (2 * 4096, 4))
+    qkv, gate_up, head = (matmul_s(machine(), rows, 4096, SEQ, "bf16", "TN") for rows in (3072, 14336, 64128))
+    hidden = [max(0.0, activation - beside) + 0.45 * min(activation, beside) for beside in (qkv, gate_up, head)]
+    embedding = activation
+    a_micro_batch = 8 * (2 * activation + hidden[0] + hidden[1]) + embedding + hidden[2] + 2 * statistics
+    without_layers = replace(measured(), layers=())
+    assert step(without_layers, NO_SLICES).tensor_parallel == pytest.approx(4 * a_micro_batch)
+    # What a profile does not hold is known of other machines, and training reaches less of it.
+    assert step(replace(without_layers, collectives=()), NO_SLICES).tensor_parallel > 5 * a_micro_batch
+
+
+def test_a_head_that_is_the_embedding_is_updated_once_and_summed_between_its_ranks() -> None:
+    """One weight has one update; where its two ends are on two ranks, these sum its gradients, which nothing hides."""
+
+    def told(tied: bool, pp: int) -> Breakdown:
+        spec = replace(MODEL, num_hidden_layers=8, tie_word_embeddings=tied)
+        layout = Layout(pp=pp, layers=even_layers(8, pp))
+        return predict_step(spec, layout, TWO, seq_len=SEQ, global_batch=4, on=machine()).breakdown
+
+    head = MODEL.vocab_size * MODEL.hidden_size
+    layers = 8 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    one, two = told(True, 1), told(False, 1)
+    assert one.optimizer / two.optimizer == pytest.approx((layers + head) / (layers + 2 * head), rel=1e-3)
+    (curve,) = [one for one in measured().collectives if one.kind == "all_reduce"]
+    seconds = Curve(*zip(*curve.bytes_seconds, strict=True))(4 * head)
+    assert told(True, 2) == replace(told(False, 2), data_parallel=pytest.approx(seconds))  # type: ignore[arg-type]

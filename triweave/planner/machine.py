@@ -101,6 +101,8 @@ class Trainer:
     Products draw more power than what is between them, and under the power limit the fewer a layer has, the higher the
     clock at which it runs them: tables are of one mixture, layers of theirs.
     """
+    collectives: frozenset[int] = frozenset()
+    """Ranks of the groups inside a node whose collectives were measured, by the calls that training makes."""
     host_copy: Curve | None = None
     """From host memory to the GPU."""
     launch_s: float | None = None

@@ -131,6 +131,7 @@ def _trainer(profile: Profile) -> Trainer:
                 for one in profile.hosts
             }
         ),
+        collectives=frozenset(one.ranks for one in profile.collectives if one.span == "node"),
         host_copy=_curve(profile.host_copy_bytes_seconds) if profile.host_copy_bytes_seconds else None,
         launch_s=profile.launch_seconds,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from triweave.errors import InputError, Problem, nearest_number
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
 from triweave.planner.machine import Machine, machine_of
-from triweave.planner.time_collectives import GroupShape, overlapped_s, reduce_scatter_s, send_s
+from triweave.planner.time_collectives import GroupShape, all_reduce_ports_s, overlapped_s, reduce_scatter_s, send_s
 from triweave.planner.time_ends import embedding_work, head_work
 from triweave.planner.time_host import stage_hosts
 from triweave.planner.time_layer import layer_work
@@ -62,7 +62,7 @@ class ActionCosts:
     blocks: tuple[StageBlocks, ...]
     """One for each virtual stage, in model order."""
     stages: tuple[StageCost, ...]
-    """Their actions, with the messages that they wait for."""
+    """Their actions, with the messages that they wait for, and what messages take from sums on the same ports."""
     hosts: tuple[StageCost, ...]
     """What the host needs to issue each action."""
     transfer_s: float
@@ -109,6 +109,8 @@ def action_costs(
             StageCost(cost.forward + transfer, cost.backward_input + transfer, cost.backward_weight) for cost in stages
         ]
         transfer = 0.0
+    elif transfer:
+        stages = _beside_sums(place, layout, stages, transfer)
     hosts = stage_hosts(place, layout)
     return ActionCosts(place, layout.micro_batches(global_batch), tuple(blocks), tuple(stages), hosts, transfer)
 
@@ -200,6 +202,27 @@ def _sharding_s(place: Place, work: Work, parameters: float, num_layers: int, gr
         added_forward += max(0.0, gather - overlapped_s(gather, forward, 0.0))
         added_backward += max(0.0, scatter - overlapped_s(scatter, backward, 0.0))
     return added_forward + unpacking, added_backward + unpacking + packing
+
+
+def _beside_sums(place: Place, layout: Layout, stages: list[StageCost], transfer: float) -> list[StageCost]:
+    """Stages whose messages share network ports with sums of their tensor-parallel group, where that spans nodes.
+
+    Both get half of a port while both want it. A message that takes t seconds alone then takes t (1 + f) beside work of
+    which sums have the ports for a share f, and that work takes t f longer. It is charged to the action that sends
+    it: the message leaves, and the next action ends, that much later.
+    """
+    if place.tp.nodes == 1:
+        return stages
+    ports = all_reduce_ports_s(place.machine, place.tp, place.activation_bytes, rings=place.stack.rings)
+    # With sequence parallelism, gathers and scatters of half the volume each, and two more gathers in backward.
+    sums = 4 + (1 if place.sequence_parallel and place.stack.gathers_again and not place.keeps_gathered else 0)
+    alone = max(0.0, transfer - place.machine.nic_latency_s)
+    found = []
+    for stage, (count, cost) in enumerate(zip(layout.layers, stages, strict=True)):
+        longer = alone * min(1.0, count * sums * ports / cost.total)
+        ahead, back = longer * (stage < layout.num_stages - 1), longer * (stage > 0)
+        found.append(replace(cost, forward=cost.forward + ahead, backward_input=cost.backward_input + back))
+    return found
 
 
 def _transfer_s(place: Place, layout: Layout, gpus_per_node: int) -> float:

@@ -41,17 +41,18 @@ def after_backward_s(
     """
     place, micro_batches = costs.place, costs.micro_batches
     gpu, stack = place.machine, place.stack
-    parameters = sum(costs.blocks[stage].parameters for stage in layout.stages_of(rank))
+    parameters = sum(_unit_parameters(costs, layout, rank))
     group = shard_shape(layout, gpus_per_node)
     shard = parameters if layout.shard == "none" else parameters / group.ranks
     optimizer = _optimizer_s(costs, layout, rank, parameters, shard)
+    tied = _tied_sum_s(costs, layout, gpus_per_node)
     if layout.replicas == 1:
-        return 0.0, optimizer
+        return tied, optimizer
     # Reduction hides under the last micro-batch's backward, gathering under the first's forward.
     room = busy / micro_batches
     across = _across(costs, layout, rank, gpus_per_node)
     if _copies(place, group, "gather") is not None and layout.shard in ("none", "optimizer"):
-        return _by_copy_engines_s(costs, layout, rank, group, across, room), optimizer
+        return tied + _by_copy_engines_s(costs, layout, rank, group, across, room), optimizer
     gradients = stack.gradient_size * parameters
     if layout.shard == "full":
         reduce = gather = 0.0
@@ -62,9 +63,12 @@ def after_backward_s(
         gather = reduce_scatter_s(gpu, group, 2.0 * parameters)
     slowdown = place.slowdown("collectives")
     if layout.shard == "gradients":
+        # A head that is the embedding is reduced after its own backward as well.
+        moved = sum(costs.blocks[stage].parameters for stage in layout.stages_of(rank))
+        reduce *= moved / parameters
         # Every micro-batch reduces, beside its own backward; zeros and additions to the shard are in its way.
-        copies = micro_batches * stack.scatter_copies.of(parameters, group.ranks) / gpu.hbm_kernel_bytes_per_s
-        last = reduce * _unit_parameters(costs, layout, rank)[0] / parameters
+        copies = micro_batches * stack.scatter_copies.of(moved, group.ranks) / gpu.hbm_kernel_bytes_per_s
+        last = reduce * _unit_parameters(costs, layout, rank)[0] / moved
         reduce *= micro_batches
         hidden = last + overlapped_s(reduce - last, 2 / 3 * busy, slowdown)
         hidden += across.last_s + overlapped_s(across.others_s, 2 / 3 * room, slowdown)
@@ -75,7 +79,19 @@ def after_backward_s(
     reduce += across.total_s
     by_copies = _weights_s(costs, layout, rank, group, room)
     hidden += by_copies if by_copies is not None else overlapped_s(gather, room / 3, slowdown)
-    return copies + stack.overlap_dp * hidden + (1 - stack.overlap_dp) * (reduce + gather), optimizer
+    return tied + copies + stack.overlap_dp * hidden + (1 - stack.overlap_dp) * (reduce + gather), optimizer
+
+
+def _tied_sum_s(costs: ActionCosts, layout: Layout, gpus_per_node: int) -> float:
+    """Seconds in which the first and the last stage sum the gradients of the weight that both hold, if they do."""
+    place = costs.place
+    if not (place.stack.own and place.decoder.tied and layout.pp > 1):
+        return 0.0
+    apart = layout.tp * layout.cp * layout.dp * (layout.pp - 1)
+    owned = place.decoder.head_parameters / place.tp.ranks
+    if layout.shard != "none":
+        owned /= shard_shape(layout, gpus_per_node).ranks
+    return all_reduce_s(place.machine, GroupShape(2, 2 if apart < gpus_per_node else 1), 4.0 * owned)
 
 
 class _Across(NamedTuple):
@@ -156,13 +172,13 @@ def _weights_s(costs: ActionCosts, layout: Layout, rank: int, group: GroupShape,
 
 
 def _unit_parameters(costs: ActionCosts, layout: Layout, rank: int) -> list[float]:
-    """Weights of a pipeline rank's units in the order of their forwards: embedding, layers, head."""
+    """Weights of a pipeline rank's units in the order of their forwards: embedding, layers, head if it is another."""
     decoder, tp = costs.place.decoder, costs.place.tp.ranks
     stages = layout.stages_of(rank)
     units = [decoder.layer_parameters / tp] * sum(layout.layers[stage] for stage in stages)
     if 0 in stages:
         units.insert(0, decoder.head_parameters / tp)
-    if layout.num_stages - 1 in stages:
+    if layout.num_stages - 1 in stages and not (decoder.tied and 0 in stages):
         units.append(decoder.head_parameters / tp)
     return units
 

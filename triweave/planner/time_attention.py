@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import exp, log
+from math import exp, inf, log
 from statistics import mean
 from types import MappingProxyType
 from typing import Literal
@@ -109,9 +109,13 @@ def _model_s(
 def _corrections(
     machine: Machine, kernel: AttentionName, batch: int, seq: int, heads: int, head_dim: int
 ) -> tuple[float, float]:
-    """Measured over modelled time near this shape, as `time_matmul` corrects products by their nearest shapes."""
+    """Measured over modelled time near this shape, as `time_matmul` corrects products by their nearest shapes.
+
+    Beyond the longest sequence the model goes on from there: a kernel that is slower than modelled at 32k is no faster
+    at 128k.
+    """
     totals, weight = [0.0, 0.0], 0.1
-    x, y, z = _coordinates(seq, batch, heads)
+    x, y, z = _coordinates(min(seq, _longest(machine, kernel, head_dim)), batch, heads)
     for (a, b, c), ratios in _ratios(machine, kernel, head_dim):
         distance = ((x - a) ** 2 + (y - b) ** 2 + (z - c) ** 2) / _NEAR**2
         if distance > 20:
@@ -123,7 +127,14 @@ def _corrections(
     return exp(totals[0] / weight), exp(totals[1] / weight)
 
 
-def _coordinates(seq: int, batch: int, heads: int) -> tuple[float, float, float]:
+@lru_cache(maxsize=64)
+def _longest(machine: Machine, kernel: AttentionName, head_dim: int) -> float:
+    """The longest sequence that was measured; no limit where none was."""
+    measured = (one.seq for one in machine.attentions if (one.kernel, one.head_dim) == (kernel, head_dim))
+    return max(measured, default=inf)
+
+
+def _coordinates(seq: float, batch: int, heads: int) -> tuple[float, float, float]:
     """Where a shape lies among others: heads of one sequence and of several are nearly the same work."""
     return log(seq), log(batch * heads), 0.3 * log(batch)
 

@@ -46,12 +46,19 @@ def all_reduce_s(machine: Machine, group: GroupShape, size: float, *, rings: boo
     inside = _inside_s(machine, group.per_node, size)
     if group.nodes == 1:
         return inside
-    port = machine.nic_bytes_per_s * machine.nic_efficiency * group.per_node
-    stops = group.ranks if rings else group.nodes
-    across = 2 * (stops - 1) / stops * size / port
+    across = all_reduce_ports_s(machine, group, size, rings=rings)
     rounds = 2 * (group.ranks - 1) if rings else 2 * log2(group.nodes)
     latency = rounds * machine.nic_round_s
     return max(inside, across) + latency
+
+
+def all_reduce_ports_s(machine: Machine, group: GroupShape, size: float, *, rings: bool = False) -> float:
+    """Seconds in which an all-reduce keeps the group's network ports busy; 0 inside a node."""
+    if group.nodes == 1:
+        return 0.0
+    port = machine.nic_bytes_per_s * machine.nic_efficiency * group.per_node
+    stops = group.ranks if rings else group.nodes
+    return 2 * (stops - 1) / stops * size / port
 
 
 def reduce_scatter_s(machine: Machine, group: GroupShape, size: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from triweave.planner.time_collectives import all_reduce_s, reduce_scatter_s
+from triweave.planner.time_collectives import all_reduce_s, overlapped_s, reduce_scatter_s
 from triweave.planner.time_exchange import Linear, column_s, uses_copy_engines
 from triweave.planner.time_parts import Parts, Place, Work
 
@@ -18,11 +18,14 @@ def head_work(place: Place) -> Work:
     norm = place.memory(place.own_tokens * decoder.hidden, stack.norm)
     loss = place.memory(place.tokens * vocab, stack.loss)
     gather, reduce = _gather_s(place), _sum_s(place)
+    if stack.overlap_tp:
+        # As in a layer: the sum travels while the weight gradient is multiplied.
+        reduce = overlapped_s(reduce, backward_weight, place.slowdown("collectives"))
     if uses_copy_engines(place):
         products = (forward, backward_input, backward_weight)
         gather, reduce = column_s(place, Linear(vocab, decoder.hidden), products)
     # Maximum and sum of exponentials of every token, in float32.
-    statistics = 2 * all_reduce_s(place.machine, place.tp, 4.0 * place.tokens, rings=stack.rings) / stack.links
+    statistics = 2 * all_reduce_s(place.machine, place.tp, 4.0 * place.tokens, rings=stack.rings) / place.links
     return Work(
         Parts(forward, memory=norm[0] + loss[0], tensor_parallel=gather + statistics),
         Parts(backward_input, memory=norm[1] + loss[1], tensor_parallel=reduce),
@@ -45,7 +48,7 @@ def _gather_s(place: Place) -> float:
     """The residual stream made whole."""
     if not place.sequence_parallel:
         return 0.0
-    return reduce_scatter_s(place.machine, place.tp, place.activation_bytes) / place.stack.links
+    return reduce_scatter_s(place.machine, place.tp, place.activation_bytes) / place.links
 
 
 def _sum_s(place: Place) -> float:
@@ -53,4 +56,4 @@ def _sum_s(place: Place) -> float:
     if place.sequence_parallel:
         return _gather_s(place)
     rings = place.stack.rings
-    return all_reduce_s(place.machine, place.tp, place.activation_bytes, rings=rings) / place.stack.links
+    return all_reduce_s(place.machine, place.tp, place.activation_bytes, rings=rings) / place.links

@@ -57,7 +57,10 @@ def layer_work(place: Place) -> Work:
     attention, mlp = _attention(place), _mlp(place)
     whole, ahead = chain(attention.work, mlp.work), 1.0
     if place.trainer is not None:
-        ahead, back = _ratios(place.trainer, place.tp.ranks, products_share(whole))
+        # Layers over several ranks were measured with slices and copy engines between them. Without sequence
+        # parallelism a layer is one of one rank and its all-reduces, on the host (`time_host`) as on the GPU.
+        ranks = place.tp.ranks if place.sequence_parallel else 1
+        ahead, back = _ratios(place.trainer, ranks, products_share(whole))
         whole = Work(whole.forward.times(ahead), whole.backward_input.times(back), whole.backward_weight.times(back))
     if not stack.own:
         host = host_of_stack(place)
@@ -192,24 +195,25 @@ def _tensor_parallel(
     more beside the input gradient's product. Without: an all-reduce after the row-parallel product, and in backward
     one beside the column-parallel product's weight gradient.
     """
-    machine, stack, group = place.machine, place.stack, place.tp
+    machine, stack, group, slowdown = place.machine, place.stack, place.tp, place.slowdown("collectives")
     if group.ranks == 1:
         return 0.0, 0.0
     if uses_copy_engines(place):
         ahead, back = zip(column_s(place, weights[0], column), row_s(place, weights[1], row), strict=True)
         return sum(ahead), sum(back)
     if not place.sequence_parallel:
-        once = all_reduce_s(machine, group, place.activation_bytes, rings=stack.rings) / stack.links
-        return once, (overlapped_s(once, column[2], stack.slowdown) if stack.overlap_tp else reductions * once)
-    once = reduce_scatter_s(machine, group, place.activation_bytes) / stack.links
+        once = all_reduce_s(machine, group, place.activation_bytes, rings=stack.rings) / place.links
+        return once, (overlapped_s(once, column[2], slowdown) if stack.overlap_tp else reductions * once)
+    once = reduce_scatter_s(machine, group, place.activation_bytes) / place.links
     if stack.pipelined < 1:
         return 2 * once * stack.pipelined, 2 * once * stack.pipelined
-    if stack.piece_tokens:
+    if stack.piece_tokens and group.nodes == 1:
+        # Across nodes there are no copy engines, and collectives carry what is whole (`transport.choose`).
         return _in_pieces(place, column, row, once)
     again = 1 if stack.gathers_again and not place.keeps_gathered else 0
     if not stack.overlap_tp:
         return 2 * once, (2 + again) * once
-    hidden = again * overlapped_s(once, column[1], stack.slowdown) + overlapped_s(once, column[2], stack.slowdown)
+    hidden = again * overlapped_s(once, column[1], slowdown) + overlapped_s(once, column[2], slowdown)
     return 2 * once, once + hidden
 
 
@@ -227,17 +231,17 @@ def _in_pieces(place: Place, column: Products, row: Products, once: float) -> tu
     pieces n - 1 have something to hide under. In backward the gather for the weight gradient has the input gradient's
     product as well, and the last scatter the weight gradient's.
     """
-    stack, ranks = place.stack, place.tp.ranks
+    stack, ranks, slowdown = place.stack, place.tp.ranks, place.slowdown("collectives")
     together = -(-stack.piece_tokens // max(1, place.own_tokens))
     pieces = 1 + -(-(ranks - 1) // together)
     share = (pieces - 1) / pieces
 
     def exposed(communication: float, compute: float) -> float:
-        return overlapped_s(communication, share * compute, stack.slowdown)
+        return overlapped_s(communication, share * compute, slowdown)
 
     forward = exposed(once, column[0]) + exposed(once, row[0])
     backward = exposed(once, row[1]) + overlapped_s(
-        (1 if place.keeps_gathered else 2) * once, share * column[1] + column[2], stack.slowdown
+        (1 if place.keeps_gathered else 2) * once, share * column[1] + column[2], slowdown
     )
     return forward, backward
 

@@ -95,6 +95,16 @@ class Place:
         return known.get(beside, self.stack.slowdown)
 
     @property
+    def links(self) -> float:
+        """Share of the speed of its collectives, as it is known, that the tensor-parallel group reaches in training.
+
+        All of it where the profile holds them, for it was measured with training's own calls (`probe.links`).
+        """
+        trainer, group = self.trainer, self.tp
+        measured = trainer is not None and group.nodes == 1 and group.ranks in trainer.collectives
+        return 1.0 if measured else self.stack.links
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one context-parallel rank."""
         return self.micro_batch * self.seq // self.cp.ranks

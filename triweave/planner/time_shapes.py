@@ -20,6 +20,8 @@ class Decoder:
     vocab: int
     gated: bool = True
     """SwiGLU (three matrices) or a plain MLP (two)."""
+    tied: bool = False
+    """Whether the output head is the embedding: one weight, or one on either of the ranks that hold an end."""
 
     @property
     def query(self) -> int:
@@ -65,4 +67,5 @@ def decoder_of(spec: ModelSpec | Decoder) -> Decoder:
         spec.num_key_value_heads,
         spec.head_dim,
         spec.vocab_size,
+        tied=spec.tie_word_embeddings,
     )
