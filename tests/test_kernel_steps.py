@@ -33,8 +33,7 @@ from triweave.verify.reference import Reference, Sample
 if not INTERPRETED:
     pytest.skip("no Triton interpreter: make test runs this file", allow_module_level=True)
 
-SEQ, VOCAB, MICRO_BATCHES = 8, 100, 2
-MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
+SEQ, VOCAB = 8, 100
 How = Callable[[], AbstractContextManager[None]]
 
 LAYERS = {
@@ -42,6 +41,8 @@ LAYERS = {
     *("cross_entropy._statistics", "cross_entropy._gradient"),
 }
 """Kernels of every forward and backward."""
+
+FP8 = {"fp8._largest", "fp8._cast", "fp8._add"}
 
 
 def verified(
@@ -53,12 +54,23 @@ def verified(
     return verdict, Counter(launched)
 
 
+def sizes(layout: Layout) -> dict[str, Any]:
+    """Of a model that is as small as a layout allows: the interpreter takes milliseconds a block of a kernel."""
+    layers = 2 if layout.pp > 1 or layout.offload else 1
+    return {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "vocab_size": VOCAB}
+
+
+def samples_of(layout: Layout, seq: int = SEQ, *, packed: bool = False) -> list[Sample]:
+    """As few micro-batches as the pipeline takes."""
+    return make_samples(layout.pp * layout.dp, layout.micro_batch, seq, VOCAB, packed=packed)
+
+
 def check(
     ranks: Ranks, tmp_path: Path, layout: Layout, packed: bool = False, how: How = nullcontext
 ) -> tuple[Verdict, Counter[str]]:
     """Ask transformers about a layout; the verdict, and what all ranks have launched."""
-    folder = tiny_llama(tmp_path / "model", **MODEL)
-    samples = make_samples(MICRO_BATCHES * layout.dp, layout.micro_batch, SEQ, VOCAB, packed=packed)
+    folder = tiny_llama(tmp_path / "model", **sizes(layout))
+    samples = samples_of(layout, packed=packed)
     reference = make_reference(folder, samples, tmp_path / "reference.safetensors")
     found = ranks.run(layout.world_size, verified, folder, layout, samples, reference, how)
     return found[0][0], sum((launched for _, launched in found), Counter())
@@ -71,9 +83,7 @@ LAYOUTS: dict[str, tuple[Layout, bool, How]] = {
     "tp2": (Layout(tp=2), False, nullcontext),
     "tp2-nosp": (Layout(tp=2, sequence_parallel=False), False, nullcontext),
     "tp4-pieces": (Layout(tp=4), False, in_pieces),
-    "pp2": (Layout(pp=2), False, nullcontext),
     "pp2-zero-bubble": (Layout(pp=2, schedule="zero-bubble"), False, nullcontext),
-    "dp2": (Layout(dp=2), False, nullcontext),
     "dp2-full": (Layout(dp=2, shard="full", recompute=("layer",)), False, nullcontext),
     "cp2": (Layout(cp=2), False, nullcontext),
     "cp2-packed": (Layout(cp=2), True, nullcontext),
@@ -131,11 +141,14 @@ def test_a_fault_on_the_kernels_path_is_named(
 
 # --- whole steps ------------------------------------------------------------------------------------------------------
 
+Told = tuple[Tensor, Tensor]
+"""Losses and gradient norms of some steps, and what they have changed the masters by."""
 
-def after_steps(folder: Path, layout: Layout, samples: list[Sample], model: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Losses and gradient norms of two steps, and how these have changed this rank's masters."""
+
+def after_steps(folder: Path, layout: Layout, samples: list[Sample], **model: Any) -> Told:
+    """Two steps of this rank."""
     seq = samples[0].inputs.tokens.shape[0]
-    engine = engine_for(folder, layout, seq, MICRO_BATCHES, weights="random", **model)
+    engine = engine_for(folder, layout, seq, len(samples) // layout.dp, weights="random", **model)
     batch = local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp)
     units = engine.sharding.units
     before = [unit.master.clone() for unit in units]
@@ -143,37 +156,34 @@ def after_steps(folder: Path, layout: Layout, samples: list[Sample], model: dict
     for unit in units:
         unit.gather()
         # The interpreter cuts bits off where a GPU rounds.
-        ours = unit.weight[unit.shard_start : unit.shard_stop].float()
-        torch.testing.assert_close(ours, unit.master, rtol=torch.finfo(unit.dtype).eps, atol=0)
-    changes = [unit.master - former for unit, former in zip(units, before, strict=True)]
-    return torch.tensor(told), torch.cat(changes)
+        weights = unit.weight[unit.shard_start : unit.shard_stop].float()
+        torch.testing.assert_close(weights, unit.master, rtol=torch.finfo(unit.dtype).eps, atol=0)
+    return torch.tensor(told), torch.cat([unit.master - former for unit, former in zip(units, before, strict=True)])
 
 
 def both_ways(
     rank: int, folder: Path, layout: Layout, samples: list[Sample], how: How, model: dict[str, Any]
-) -> tuple[float, float, Counter[str]]:
-    """How far the kernels' steps are from plain torch's: losses, what the masters change by; and what was launched."""
+) -> tuple[Told, Told, Told, Counter[str]]:
+    """Steps in float32 by torch, then as asked by torch and by kernels, and which kernels were launched."""
     with how():
-        told, changes = after_steps(folder, layout, samples, model)
+        exact, plain = after_steps(folder, layout, samples), after_steps(folder, layout, samples, **model)
         with every_kernel() as launched:
-            ours_told, ours_changes = after_steps(folder, layout, samples, model)
-    return apart(ours_told, told), apart(ours_changes, changes), Counter(launched)
+            ours = after_steps(folder, layout, samples, **model)
+    return exact, plain, ours, Counter(launched)
 
 
-def apart(ours: Tensor, theirs: Tensor) -> float:
-    """Of the Frobenius norm."""
-    return ((ours - theirs).norm() / theirs.norm()).item()
+def apart(ours: Told, theirs: Told) -> list[float]:
+    """How far two runs are from each other, of the Frobenius norm."""
+    return [((mine - other).norm() / other.norm()).item() for mine, other in zip(ours, theirs, strict=True)]
 
 
 STEPS: dict[str, tuple[Layout, How, dict[str, Any]]] = {
     "one": (Layout(), nullcontext, {}),
+    "dp2-full": (Layout(dp=2, shard="full"), nullcontext, {}),
+    "offload-pp2": (Layout(pp=2, offload=("layer",)), late_copies, {}),
     "bfloat16": (Layout(), nullcontext, {"dtype": "bfloat16"}),
     "tp4-pieces-bfloat16": (Layout(tp=4), in_pieces, {"dtype": "bfloat16"}),
     "dp2-gradients-bfloat16": (Layout(dp=2, shard="gradients"), nullcontext, {"dtype": "bfloat16"}),
-    "dp2-full": (Layout(dp=2, shard="full"), nullcontext, {}),
-    "cp2-bfloat16": (Layout(cp=2), nullcontext, {"dtype": "bfloat16"}),
-    "offload-pp2": (Layout(pp=2, offload=("layer",)), late_copies, {}),
-    "fp8": (Layout(), nullcontext, {"dtype": "bfloat16", "fp8": True}),
     "fp8-tp2": (Layout(tp=2, recompute=("swiglu",)), nullcontext, {"dtype": "bfloat16", "fp8": True}),
 }
 
@@ -182,13 +192,20 @@ STEPS: dict[str, tuple[Layout, How, dict[str, Any]]] = {
 def test_steps_by_kernels_are_steps_by_torch(
     ranks: Ranks, tmp_path: Path, layout: Layout, how: How, model: dict[str, Any]
 ) -> None:
-    """Two steps by kernels, the optimizer's among them, lose and change what two steps by plain torch do."""
-    folder = tiny_config(tmp_path, hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=VOCAB)
-    seq = 16 if model.get("fp8") else SEQ
-    samples = make_samples(MICRO_BATCHES * layout.dp, layout.micro_batch, seq, VOCAB, packed=False)
-    for told, changes, launched in ranks.run(layout.world_size, both_ways, folder, layout, samples, how, model):
-        print(told, changes, dict(launched))
-        assert "adamw._adamw" in launched
-        assert {"fp8._largest", "fp8._cast", "fp8._add"} <= launched.keys() or not model.get("fp8")
-        assert told < 1e-3
-        assert changes < 1e-3
+    """Two steps by kernels, the optimizer's among them, lose and change what two steps by plain torch do.
+
+    In float32 as far as AdamW tells small gradients from none. In fewer bits they may be as far from float32 as steps
+    by torch are, and twice that, for the interpreter cuts off what a GPU rounds.
+    """
+    folder = tiny_config(tmp_path, **(sizes(layout) | {"hidden_size": 64, "intermediate_size": 96}))
+    samples = samples_of(layout, 32 if model.get("fp8") else SEQ)
+    for exact, plain, ours, launched in ranks.run(layout.world_size, both_ways, folder, layout, samples, how, model):
+        print(apart(ours, exact), apart(plain, exact), dict(launched))
+        assert launched.keys() >= {"adamw._adamw", *(FP8 if model.get("fp8") else ())}
+        if model:
+            for mine, theirs in zip(apart(ours, exact), apart(plain, exact), strict=True):
+                assert mine < 3 * theirs
+        else:
+            losses, changes = apart(ours, plain)
+            assert losses < 1e-5
+            assert changes < 1e-3
