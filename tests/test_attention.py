@@ -136,7 +136,7 @@ def test_kernel_is_the_one_asked_for() -> None:
 
 
 def test_deterministic_runs_leave_cudnn() -> None:
-    """cuDNN's attention depends on timing: where torch is told to use no such kernel, FlashAttention computes a part."""
+    """cuDNN's attention depends on timing: where torch is told to use no such kernel, a part is FlashAttention's."""
     with Card("auto", lambda storage: None):
         q = torch.empty(1, 2, 16, 64, dtype=torch.bfloat16, device="meta")
         chosen = [_kernel(q, Sight(), tuple(BACKENDS.values()))]

@@ -129,20 +129,24 @@ def passes(copy_s: float) -> tuple[float, float]:
 
 
 def test_copies_that_are_as_fast_as_layers_cost_nothing() -> None:
-    """Copies out that take as long as a forward, and copies back that do, are all behind what is computed."""
-    assert passes(FORWARD_S) == (LAYERS * FORWARD_S, LAYERS * BACKWARD_S)
+    """Copies out that take as long as a forward are behind it, and so are copies back behind backward.
+
+    A backward that begins at once waits for the last layer's way out alone.
+    """
+    assert passes(FORWARD_S) == (LAYERS * FORWARD_S, FORWARD_S + LAYERS * BACKWARD_S)
+    assert passes(BACKWARD_S)[1] == BACKWARD_S + BACKWARD_S + LAYERS * BACKWARD_S
 
 
-def test_slow_copies_are_waited_for_once() -> None:
-    """Copies of three forwards' time, and one and a half backwards', follow each other without a gap.
+def test_slow_copies_follow_each_other_without_a_gap() -> None:
+    """Copies of three forwards' time, and one and a half backwards', leave and come back one after the other.
 
-    What is computed is behind them: of the forward, the first layer's and that of the last two, whose copies nobody
-    waits for before backward; of the backward, the last layer's, which is still there, and the first one's.
+    Behind them is all that is computed but the first layer's forward and the last one's backward.
     """
     copy_s = 3.0
     forward_s, backward_s = passes(copy_s)
+    # The last layer's way out is not waited for before backward, where nothing comes back of it.
     assert forward_s == FORWARD_S + (LAYERS - 1) * copy_s
-    assert backward_s <= LAYERS * copy_s + BACKWARD_S
+    assert backward_s == copy_s + (LAYERS - 1) * copy_s + BACKWARD_S
 
 
 def test_a_wait_for_the_own_copies_is_seen() -> None:
