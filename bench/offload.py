@@ -29,6 +29,7 @@ from torch import Tensor
 
 from triweave.catalogue import find_model
 from triweave.dryrun.batch import make_batch
+from triweave.dryrun.on_gpu import fill_on_device
 from triweave.layout import Layout, Offload, Recompute
 from triweave.model_spec import ModelSpec
 from triweave.offload import Copies
@@ -118,8 +119,8 @@ def measure(
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    engine = build_engine(run, device)
     torch.manual_seed(0)
+    engine = build_engine(run, device, lambda units: fill_on_device(units, spec))
     batch = make_batch(run, device)
     begin, times = time.perf_counter(), []
     loss, _ = train_step(engine, batch, 0.0, 1.0)
@@ -156,8 +157,8 @@ def main() -> int:
     name = "CPU" if small else torch.cuda.get_device_name(device)
     out, back = alone(device, 2**24 if small else 2**28)
     print(f"{name}, torch {torch.__version__}: copies alone {out:.1f} GB/s out, {back:.1f} GB/s back\n")
-    heads = ("case", "recompute", "offload", "first step s", "step s", "of plain", "moved GB a step, each way")
-    heads += ("out GB/s", "back GB/s", "host ms a copy", "peak GiB", "planned", "equal")
+    heads = ["case", "recompute", "offload", "first step s", "step s", "of plain", "moved GB a step, each way"]
+    heads += ["out GB/s", "back GB/s", "host ms a copy", "peak GiB", "planned", "equal"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     wrong = False
     for case, (model, num_layers, seq) in cases.items():

@@ -136,7 +136,8 @@ def test_a_fault_on_the_kernels_path_is_named(
 ) -> None:
     """A sum that counts a part three times, and a gradient put in another's place, are named."""
     verdict, _ = check(ranks, tmp_path, layout, how=fault)
-    assert named in (verdict.first_difference or "")
+    assert not verdict.passed
+    assert named in verdict.worst_gradient[0]
 
 
 # --- whole steps ------------------------------------------------------------------------------------------------------
@@ -194,17 +195,16 @@ def test_steps_by_kernels_are_steps_by_torch(
 ) -> None:
     """Two steps by kernels, the optimizer's among them, lose and change what two steps by plain torch do.
 
-    In float32 as far as AdamW tells small gradients from none. In fewer bits they may be as far from float32 as steps
-    by torch are, and twice that, for the interpreter cuts off what a GPU rounds.
+    In float32 as far as AdamW tells small gradients from none. In fewer bits they may be three times as far from float32
+    as steps by torch are, or by two last bits, for the interpreter cuts off what a GPU rounds.
     """
     folder = tiny_config(tmp_path, **(sizes(layout) | {"hidden_size": 64, "intermediate_size": 96}))
     samples = samples_of(layout, 32 if model.get("fp8") else SEQ)
     for exact, plain, ours, launched in ranks.run(layout.world_size, both_ways, folder, layout, samples, how, model):
-        print(apart(ours, exact), apart(plain, exact), dict(launched))
         assert launched.keys() >= {"adamw._adamw", *(FP8 if model.get("fp8") else ())}
         if model:
             for mine, theirs in zip(apart(ours, exact), apart(plain, exact), strict=True):
-                assert mine < 3 * theirs
+                assert mine < max(3 * theirs, 2 * torch.finfo(torch.bfloat16).eps)
         else:
             losses, changes = apart(ours, plain)
             assert losses < 1e-5
