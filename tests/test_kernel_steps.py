@@ -195,8 +195,8 @@ def test_steps_by_kernels_are_steps_by_torch(
 ) -> None:
     """Two steps by kernels, the optimizer's among them, lose and change what two steps by plain torch do.
 
-    In float32 as far as AdamW tells small gradients from none. In fewer bits they may be three times as far from float32
-    as steps by torch are, or by two last bits, for the interpreter cuts off what a GPU rounds.
+    In float32 as far as AdamW tells small gradients from none. In fewer bits they may be three times as far from
+    float32 as steps by torch are, or by two last bits, for the interpreter cuts off what a GPU rounds.
     """
     folder = tiny_config(tmp_path, **(sizes(layout) | {"hidden_size": 64, "intermediate_size": 96}))
     samples = samples_of(layout, 32 if model.get("fp8") else SEQ)

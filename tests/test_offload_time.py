@@ -134,7 +134,7 @@ def test_copies_that_are_as_fast_as_layers_cost_nothing() -> None:
     A backward that begins at once waits for the last layer's way out alone.
     """
     assert passes(FORWARD_S) == (LAYERS * FORWARD_S, FORWARD_S + LAYERS * BACKWARD_S)
-    assert passes(BACKWARD_S)[1] == BACKWARD_S + BACKWARD_S + LAYERS * BACKWARD_S
+    assert passes(BACKWARD_S)[1] == BACKWARD_S + LAYERS * BACKWARD_S
 
 
 def test_slow_copies_follow_each_other_without_a_gap() -> None:
