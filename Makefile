@@ -6,6 +6,8 @@ JOBS ?= 2
 TORCH ?= 2.13.0
 
 BIN := .venv/bin
+# Triton has a folder of its own: only the tests that interpret its kernels are to see it.
+KERNELS := .venv/kernels
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 LOCK := build/lock
 # What pip resolved, without the name of a torch build and without the libraries that a GPU build brings along.
@@ -21,9 +23,12 @@ help: ## show this list
 demo: .venv/.demo ## plan, verify, train and report on this machine, with a real checkpoint and real text
 	$(BIN)/triweave demo
 
-test: lint ## every check, the cheap ones first
+test: lint .venv/.kernels ## every check, the cheap ones first
 	echo "tests"
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(JOBS) --dist worksteal -m "not gpu"
+	echo "tests of the kernels, in Triton's interpreter"
+	PYTHONPATH=$(CURDIR)/$(KERNELS) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(JOBS) --dist worksteal \
+		tests/test_kernel*.py tests/test_fp8.py -k "test_kernels or test_kernel_steps or triton"
 
 lint: .venv/.test ## style, imports and types, without the tests
 	echo "style"
@@ -42,6 +47,9 @@ requirements: ## resolve the newest versions anew and pin them in requirements/
 	$(LOCK)/bin/pip install -qq --group dev
 	{ echo "# What \`make test\` adds. Made by \`make requirements\`; do not edit."; echo "-r demo.txt"; \
 		$(PINS) | grep -vxFf requirements/demo.txt; } > requirements/test.txt
+	$(LOCK)/bin/pip install -qq --no-deps --target $(LOCK)/kernels triton
+	{ echo "# What interprets the kernels in \`make test\`. Made by \`make requirements\`; do not edit."; \
+		$(LOCK)/bin/pip freeze --path $(LOCK)/kernels | sed 's/$$/; sys_platform == "linux"/'; } > requirements/kernels.txt
 	rm -rf $(LOCK)
 
 clean: ## remove .venv and every cache; runs/ stays
@@ -56,6 +64,11 @@ $(BIN)/python:
 	echo "installing requirements/demo.txt into .venv (once)"
 	$(INSTALL) -r requirements/demo.txt
 	$(INSTALL) --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv/.kernels: requirements/kernels.txt | $(BIN)/python
+	echo "installing requirements/kernels.txt into $(KERNELS) (once)"
+	$(INSTALL) --no-deps --upgrade --target $(KERNELS) -r requirements/kernels.txt
 	touch $@
 
 .venv/.test: requirements/test.txt .venv/.demo

@@ -5,6 +5,10 @@
 
 Each row is an engine of its own and the same numbers: losses must be equal to the bit. `alone` is what copies of
 256 MiB between pinned memory and the GPU reach, out and back, one way at a time. The first step makes the host memory.
+
+A step more is watched, whose time does not count: what copies reach beside what computes, and how long the host stands
+in the calls that start them. Slow copies tell of the bus or of the memory, a host that stands of copies that are not
+asynchronous, and neither of a GPU that does not run both at once.
 """
 
 from __future__ import annotations
@@ -14,10 +18,14 @@ import gc
 import statistics
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 import torch
 from check_planner import run_of
+from torch import Tensor
 
 from triweave.catalogue import find_model
 from triweave.dryrun.batch import make_batch
@@ -44,6 +52,47 @@ WAYS: tuple[tuple[tuple[Recompute, ...], tuple[Offload, ...]], ...] = (
 )
 
 
+@dataclass
+class Watched:
+    """The copies of a step."""
+
+    bytes: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    """Of those out (True) and back."""
+    events: list[tuple[bool, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    host_s: float = 0.0
+    """In the calls that start them."""
+
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        """Watch those that are started inside."""
+        copy = Copies._copy
+
+        def watched(copies: Copies, to: Tensor, source: Tensor) -> None:
+            # Both on the copies' own stream, which is current here: what a copy waits for is before them.
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            called = time.perf_counter()
+            copy(copies, to, source)
+            self.host_s += time.perf_counter() - called
+            end.record()
+            out = to.device.type == "cpu"
+            self.bytes[out] += to.nbytes
+            self.events.append((out, begin, end))
+
+        with patch.object(Copies, "_copy", watched):
+            yield
+
+    def told(self) -> str:
+        """GB/s out and back, and milliseconds of the host a copy."""
+        if not self.events:
+            return "- | - | -"
+        seconds = {True: 0.0, False: 0.0}
+        for out, begin, end in self.events:
+            seconds[out] += begin.elapsed_time(end) / 1e3
+        rates = (f"{self.bytes[out] / seconds[out] / 1e9:.1f}" if seconds[out] else "-" for out in (True, False))
+        return " | ".join((*rates, f"{1e3 * self.host_s / len(self.events):.3f}"))
+
+
 def alone(device: torch.device, size: int) -> tuple[float, float]:
     """GB/s from the device and to it."""
     host, there = host_memory(size, device), torch.empty(size, dtype=torch.uint8, device=device)
@@ -63,8 +112,8 @@ def alone(device: torch.device, size: int) -> tuple[float, float]:
 
 def measure(
     spec: ModelSpec, layout: Layout, seq: int, device: torch.device, steps: int
-) -> tuple[float, float, float, int]:
-    """First loss, seconds of the first step, of a step (median), and the most that was allocated."""
+) -> tuple[float, float, float, int, Watched]:
+    """First loss, seconds of the first step, of a step (median), the most that was allocated, and a step's copies."""
     run = run_of(spec, layout, seq, MICRO_BATCHES)
     if device.type == "cuda":
         gc.collect()
@@ -83,7 +132,11 @@ def measure(
         times.append(time.perf_counter() - begin)
         assert again == loss
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return loss, first_s, statistics.median(times), peak
+    watched = Watched()
+    with watched.copies():
+        train_step(engine, batch, 0.0, 1.0)
+    _finish(device)
+    return loss, first_s, statistics.median(times), peak, watched
 
 
 def _finish(device: torch.device) -> None:
@@ -105,14 +158,14 @@ def main() -> int:
     out, back = alone(device, 2**24 if small else 2**28)
     print(f"{name}, torch {torch.__version__}: copies alone {out:.1f} GB/s out, {back:.1f} GB/s back\n")
     heads = ["case", "recompute", "offload", "first step s", "step s", "of plain", "moved GB a step, each way"]
-    heads += ["peak GiB", "planned", "equal"]
+    heads += ["out GB/s", "back GB/s", "host ms a copy", "peak GiB", "planned", "equal"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     wrong = False
     for case, (model, num_layers, seq) in cases.items():
         spec, plain = replace(model, num_hidden_layers=num_layers, max_position_embeddings=seq), None
         for recompute, offload in WAYS:
             layout = Layout(recompute=recompute, offload=offload, layers=(num_layers,))
-            loss, first_s, seconds, peak = measure(spec, layout, seq, device, 3 if small else 8)
+            loss, first_s, seconds, peak, watched = measure(spec, layout, seq, device, 3 if small else 8)
             plain = plain or (loss, seconds)
             sizes = layer_offloaded(sizes_of(spec, layout, seq, "bfloat16", OURS), OURS)
             # The last layer's are still there when its backward comes: they go out, and nothing comes back.
@@ -122,7 +175,7 @@ def main() -> int:
             wrong |= loss != plain[0]
             print(
                 f"| {case}, seq {seq} | {' '.join(recompute) or '-'} | {' '.join(offload) or '-'} | {first_s:.1f}"
-                f" | {seconds:.4f} | {seconds / plain[1]:.3f} | {moved:.2f} | {told}"
+                f" | {seconds:.4f} | {seconds / plain[1]:.3f} | {moved:.2f} | {watched.told()} | {told}"
                 f" | {'yes' if loss == plain[0] else 'NO'} |",
                 flush=True,
             )

@@ -6,29 +6,27 @@ from dispatch modes, as what a kernel holds in registers is from the allocator: 
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
-import numpy
 import torch
-from packaging.version import Version
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from triweave.kernels import dispatch
 from triweave.kernels.noted import note_amax
 
-INTERPRETED = (
-    os.environ.get("TRITON_INTERPRET") == "1"
-    and find_spec("triton") is not None
-    and Version(numpy.__version__) < Version("2.4")
-)
-"""Whether the Triton kernels run on the CPU. Triton 3.6 takes int() of an array there, which numpy 2.4 refuses."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+"""Whether the Triton kernels run on the CPU."""
 
 OPERATIONS = ("norm", "swiglu", "rotary", "cross_entropy", "fp8")
 
@@ -153,3 +151,28 @@ def kernel_path(*, stand_ins: bool) -> Iterator[None]:
             module.__dict__.update(globals())
             stack.enter_context(patch.dict(sys.modules, {f"triweave.kernels.{name}": module for name in OPERATIONS}))
         yield
+
+
+@contextmanager
+def every_kernel() -> Iterator[Counter[str]]:
+    """Inside, whatever asks takes the Triton kernels, in the interpreter; gives how often each was launched.
+
+    Whoever asks has `uses_kernels` by its name: a module that begins to is found without being listed here.
+    """
+    launched: Counter[str] = Counter()
+    asks, launch = dispatch.uses_kernels, dispatch.launch
+
+    def counted(kernel: Any, *rest: Any, **options: Any) -> None:
+        launched[f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"] += 1
+        launch(kernel, *rest, **options)
+
+    for name in (*OPERATIONS, "adamw", "partial_sums"):
+        importlib.import_module(f"triweave.kernels.{name}")
+    modules = [module for name, module in sys.modules.items() if name.startswith("triweave.")]
+    with ExitStack() as stack:
+        for module in modules:
+            if getattr(module, "uses_kernels", None) is asks:
+                stack.enter_context(patch.object(module, "uses_kernels", lambda _: True))
+            if getattr(module, "launch", None) is launch:
+                stack.enter_context(patch.object(module, "launch", counted))
+        yield launched

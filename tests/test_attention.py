@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+from triweave.dryrun.card import Card
 from triweave.layers.attention import (
     BACKENDS,
     AttentionKernel,
@@ -19,6 +21,7 @@ from triweave.layers.attention import (
     block_causal_mask,
     choose_kernel,
 )
+from triweave.layers.attention_kernels import Sight, _kernel
 from triweave.layers.rotary import Rotation, inverse_frequencies, make_rotation
 from triweave.model_spec import ModelSpec, RopeScaling
 
@@ -130,3 +133,16 @@ def test_kernel_is_the_one_asked_for() -> None:
     for name in BACKENDS:
         assert choose_kernel(name, gpu) == AttentionKernel(name, (BACKENDS[name],))
     assert choose_kernel("flash", torch.device("cpu")).backends == ()
+
+
+def test_deterministic_runs_leave_cudnn() -> None:
+    """cuDNN's attention depends on timing: where torch is told to use no such kernel, a part is FlashAttention's."""
+    with Card("auto", lambda storage: None):
+        q = torch.empty(1, 2, 16, 64, dtype=torch.bfloat16, device="meta")
+        chosen = [_kernel(q, Sight(), tuple(BACKENDS.values()))]
+        torch.use_deterministic_algorithms(True)
+        try:
+            chosen.append(_kernel(q, Sight(), tuple(BACKENDS.values())))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert chosen == [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]

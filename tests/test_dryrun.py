@@ -101,6 +101,13 @@ def test_the_lone_rank_fills_what_would_arrive() -> None:
     assert message.isfinite().all()
 
 
+def test_a_step_in_fp8_is_followed() -> None:
+    """fp8 is checked without a GPU too: casts of weights, a byte an element in either order, are all that is added."""
+    exact, short = (rank_memory(resolved(Layout(), 2, fp8=fp8), 0).peak_bytes for fp8 in (False, True))
+    weights = SPEC.num_hidden_layers * SPEC.layer_matmul_parameters
+    assert exact < short < exact + 2 * weights
+
+
 LAYOUTS = {
     "one": Layout(),
     "tp2": Layout(tp=2),

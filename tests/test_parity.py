@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-from parity import in_pieces, make_reference, make_samples, verify_on_rank
+from parity import engine_for, in_pieces, make_reference, make_samples, verify_on_rank
 from ranks import Ranks
 from tiny_models import STYLES, tiny_llama
 
+from triweave.groups import alone
 from triweave.layout import Layout
+from triweave.transport.messages import Messages
 from triweave.verify.reference import Reference, Sample
 
 SEQ = 16
@@ -156,6 +158,17 @@ def test_context_parallel_equals_one_process(ranks: Ranks, oracle: Oracle, layou
 def test_products_in_pieces_equal_one_process(ranks: Ranks, oracle: Oracle, layout: Layout) -> None:
     """A model whose products are done piece by piece, each while others travel, is the same model."""
     check(ranks, oracle, layout, how=in_pieces)
+
+
+def transport_on_rank(rank: int, folder: Path) -> str:
+    """What carries slices between products."""
+    with in_pieces():
+        return engine_for(folder, Layout(tp=2), SEQ, 1).tp.transport.name
+
+
+def test_pieces_are_messages(ranks: Ranks, tmp_path: Path) -> None:
+    """The tests of products in pieces have pieces: what they ask for is what the engine takes."""
+    assert ranks.run(2, transport_on_rank, tiny_llama(tmp_path)) == [Messages(alone()).name] * 2
 
 
 STYLE_LAYOUTS = {

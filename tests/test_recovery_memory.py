@@ -53,8 +53,15 @@ def test_message_without_a_cluster_says_what_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("error", "is_memory"),
-    [(torch.OutOfMemoryError("CUDA out of memory"), True), (MemoryError(), True), (RuntimeError("shape"), False)],
-    ids=["GPU", "Python", "other"],
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported at some other call"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("shape"), False),
+    ],
+    ids=["GPU", "driver", "library", "Python", "address", "other"],
 )
 def test_end_of_memory_is_told_from_other_errors(error: BaseException, is_memory: bool) -> None:
     """Only what means memory is explained as such."""

@@ -97,7 +97,10 @@ class Copies:
         if after is not None:
             self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
-            to.copy_(source, non_blocking=True)
+            self._copy(to, source)
+
+    def _copy(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event | None:
         """What to wait for to have all copies so far; `Event.wait` makes the computing stream do so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -19,14 +20,18 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
         uint8 `[num_bytes]`.
 
     Raises:
-        RuntimeError: CUDA cannot pin so much.
+        RuntimeError: this host has not so much, or CUDA cannot pin it.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    block = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    try:
+        block = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    except OSError as refused:
+        raise RuntimeError(f"this host does not give {num_bytes:,} bytes ({refused.strerror})") from None
     if device.type == "cuda":
         error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0))
         if error:
+            _forget_error(device)
             raise RuntimeError(f"CUDA cannot pin {num_bytes:,} bytes of this host (error {error})")
     return block
 
@@ -35,3 +40,12 @@ def give_back(block: Tensor, device: torch.device) -> None:
     """Let CUDA forget memory that `host_memory` gave for `device`; nothing may be copying."""
     if device.type == "cuda" and block.numel():
         torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+
+
+def _forget_error(device: torch.device) -> None:
+    """Take what the runtime keeps of a call that failed: torch asks for it after each kernel, and would blame that.
+
+    torch has no name for cudaGetLastError (2.13): a kernel is launched for its sake.
+    """
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)

@@ -103,7 +103,10 @@ def _adamw(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     step_size, correction, scale = tl.load(rates), tl.load(rates + 1), tl.load(rates + 2)
-    inside = inside & (scale == scale)  # a step whose gradient is no number changes nothing
+    # A step whose gradient is no number changes nothing. Compared as a block: Triton's interpreter (3.9) takes what a
+    # comparison of two scalars gives for a float32.
+    whole = tl.broadcast_to(scale, [BLOCK])
+    inside = inside & (whole == whole)
     g = tl.load(gradient + at, mask=inside, other=0.0) * scale
     m = tl.load(exp_avg + at, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triweave.kernels.dispatch import launch
+from triweave.kernels.dispatch import launch, num_processors
 from triweave.kernels.language import tl, triton
 
 _BLOCK, _WARPS = 4096, 8
@@ -17,8 +17,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
     """The largest magnitude in a contiguous tensor, as a float32 scalar; a NaN may be passed over."""
     x = x.contiguous()
     count = x.numel()
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    programs = min(triton.cdiv(count, _BLOCK), _PROGRAMS_PER_PROCESSOR * processors)
+    programs = min(triton.cdiv(count, _BLOCK), _PROGRAMS_PER_PROCESSOR * num_processors(x))
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
     launch(_largest, (programs,), x, partial, count, BLOCK=_BLOCK, num_warps=_WARPS)
     return partial.amax()

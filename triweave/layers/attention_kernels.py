@@ -33,8 +33,12 @@ class Sight:
 
 
 def takes_cudnn(q: Tensor) -> bool:
-    """Whether cuDNN's attention has a kernel for heads of this type and size (`sdp_utils.cpp`)."""
-    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
+    """Whether cuDNN's attention has a kernel for heads of this type and size (`sdp_utils.cpp`).
+
+    It has none whose result does not depend on timing: where torch is told to use no other, torch leaves it too.
+    """
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
+    return fits and not torch.are_deterministic_algorithms_enabled()
 
 
 def attend_part(

@@ -15,14 +15,18 @@ from triweave.config.validate import ResolvedRun
 
 GIB = 2**30
 
-_ON_THE_HOST = ("DefaultCPUAllocator", "Cannot allocate memory", "std::bad_alloc")
+_WORDS = (
+    *("DefaultCPUAllocator", "Cannot allocate memory", "std::bad_alloc"),
+    # Of a GPU, beside torch's allocator: what the driver, a library or NCCL asked for itself.
+    *("CUDA error: out of memory", "CUDA driver error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory has run out, on the GPU or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _ON_THE_HOST)
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
 def explain_out_of_memory(error: BaseException, resolved: ResolvedRun, rank: int, where: str) -> str:
