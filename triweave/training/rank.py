@@ -17,7 +17,7 @@ from triweave.config.validate import ResolvedRun
 from triweave.data.cache import PreparedData
 from triweave.errors import RunFailed
 from triweave.groups import Groups
-from triweave.recovery.agreement import check_collectives, check_same, facts_of
+from triweave.recovery.agreement import check_collectives, check_same, facts_of, largest
 from triweave.recovery.out_of_memory import explain_out_of_memory, is_out_of_memory
 from triweave.recovery.self_check import LIMIT_S, check_groups, together
 from triweave.recovery.stop import StopRequest, stop_requests
@@ -37,6 +37,8 @@ class Rank:
     process: Process
     device: torch.device
     stop: StopRequest
+    asked: int
+    """Number of the signal by which any rank was asked to stop before all had met; 0 if none was, the same on all."""
     watch: Watch
     meeting: Store | None
     """Where the ranks have met; None for a single process."""
@@ -90,7 +92,7 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     folder, facts = Path(resolved.run.output_dir), facts_of(resolved, prepared.summary.fingerprint, device)
-    with stop_requests() as stop, ExitStack() as held:
+    with stop_requests(process.stop) as stop, ExitStack() as held:
         owner = None
         if process.rank == 0:
             # By the rank that writes there; the lock goes with it, whatever ends it.
@@ -99,6 +101,7 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
         meeting = meet(process, runtime.timeout_s)
         check_rank_order(meeting, process, resolved)
         check_same(meeting, process.rank, process.world_size, facts, runtime.timeout_s)
+        asked = largest(meeting, "asked to stop", process.rank, process.world_size, stop.number, runtime.timeout_s)
         if process.rank != 0:
             # Not before: now rank 0 holds the folder and has written this start down.
             held.enter_context(noted(folder, process, lost_a_peer))
@@ -111,11 +114,11 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
             noting_leave(folder, process),
             step_limit_s=runtime.hang_timeout_s or runtime.timeout_s,
             other_limit_s=runtime.timeout_s,
-            store_keeper=process.store_keeper,
+            rank_0_keeps_store=process.rank_0_keeps_store,
         )
         with watching(watch), process_group(process, device, runtime.collective_timeout_s, meeting):
             try:
-                yield Rank(process, device, stop, watch, meeting, runtime.timeout_s, places, owner)
+                yield Rank(process, device, stop, asked, watch, meeting, runtime.timeout_s, places, owner)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
