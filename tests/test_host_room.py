@@ -91,7 +91,7 @@ def test_offload_that_a_host_cannot_hold_is_refused() -> None:
         with pytest.raises(InputError) as refused:
             check_offload(run, process, HostRoom(8 * of_rank - 1, 0))
         message = str(refused.value)
-        assert message.startswith(f"layout.offload: [attention, mlp] keeps {8 * of_rank / GIB:.2f} GiB")
+        assert message.startswith(f"layout.offload = [attention, mlp]: keeps {8 * of_rank / GIB:.2f} GiB")
         nearest = [one for one in ("[attention]", "[mlp]") if one in message.rpartition("nearest")[2]]
         assert len(nearest) == 1
         # What is named is let through.
