@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ from triweave.recovery.stop import REPEAT_S, StopRequest, noting, stop_requests
 
 ENDLESS = ("--train.steps=1000000", "--checkpoint.every_steps=1000000", "--checkpoint.export=false")
 ALONE = ("--layout.tp=1", "--layout.pp=1", "--data.validation=0", *ENDLESS)
+
+
+@pytest.fixture(autouse=True)
+def handlers_stay() -> Iterator[None]:
+    """Whoever has listened ignores further warnings; the process of the tests and its children are not to."""
+    former = {number: signal.getsignal(number) for number in stop_module.STOP_SIGNALS}
+    yield
+    for number, handler in former.items():
+        signal.signal(number, handler)
 
 
 def takes(pid: int, number: int, *masks: str) -> bool:

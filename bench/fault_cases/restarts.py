@@ -39,7 +39,7 @@ class Launched:
         launcher: Sequence[str] = (),
         words: Sequence[str] = (),
     ) -> None:
-        """`launcher` is a command line to be followed by triweave's words; left out, one host's. `words` are more words."""
+        """`launcher` comes before triweave's words; left out, it is that of one host. `words` are added to them."""
         self.output = output
         self.mark = f"TRIWEAVE_FAULTS={uuid.uuid4()}"
         marked = dict([self.mark.split("=")])

@@ -71,10 +71,8 @@ def noting() -> Iterator[StopRequest]:
     try:
         yield request
     finally:
-        if request.number:
-            # It was done: a warning that is repeated now must not change the exit code.
-            former[WARNING] = signal.SIG_IGN
-        for number, handler in former.items():
+        # It is done: a warning that comes, or is repeated, while the interpreter ends must not change the exit code.
+        for number, handler in {**former, WARNING: signal.SIG_IGN}.items():
             signal.signal(number, handler)
 
 
