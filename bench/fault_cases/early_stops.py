@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,7 +119,8 @@ def stop_at_random(way: Way, output: Path, moments_s: float, draw: random.Random
     wait_s = draw.random() * moments_s
     time.sleep(wait_s)
     before = steps_done(output)
-    os.kill(told, number)
+    with suppress(ProcessLookupError):
+        os.kill(told, number)
     code = started.end()
     at, saved = stopped_at(output), newest(output)
     if code in way.codes and at is not None and at == saved:

@@ -59,11 +59,14 @@ def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> in
     """Run the whole training on this rank; returns the exit code."""
     with at_work(resolved, prepared, process) as rank:
         if rank.asked:
-            return _stop_at_start(resolved.run, rank)
-        with rank.together("making the process groups of the layout"):
-            engine = build_engine(resolved, rank.device)
-        code = _Training(resolved, prepared, engine, rank).run()
+            code = _stop_at_start(resolved.run, rank)
+        else:
+            with rank.together("making the process groups of the layout"):
+                engine = build_engine(resolved, rank.device)
+            code = _Training(resolved, prepared, engine, rank).run()
         note_code(Path(resolved.run.output_dir), process, code)
+        if code == STOPPED:
+            rank.leave_stopped()
         return code
 
 
@@ -79,7 +82,6 @@ def _stop_at_start(run: Run, rank: Rank) -> int:
         timeline.add("end", step)
         leave_word(folder, step, rank.asked)
         print(f"stopped   at step {step} by {signal_name(rank.asked)}; the same command goes on from there", flush=True)
-        note_code(folder, rank.process, STOPPED)
     return STOPPED
 
 

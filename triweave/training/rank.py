@@ -17,7 +17,7 @@ from triweave.config.validate import ResolvedRun
 from triweave.data.cache import PreparedData
 from triweave.errors import RunFailed
 from triweave.groups import Groups
-from triweave.recovery.agreement import check_collectives, check_same, facts_of, largest
+from triweave.recovery.agreement import check_collectives, check_same, exchange, facts_of, largest, settled
 from triweave.recovery.out_of_memory import explain_out_of_memory, is_out_of_memory
 from triweave.recovery.self_check import LIMIT_S, check_groups, together
 from triweave.recovery.stop import StopRequest, stop_requests
@@ -52,6 +52,19 @@ class Rank:
     def together(self, what: str) -> AbstractContextManager[None]:
         """Say which ranks are missing when `what`, that all ranks do in the block, fails for want of them."""
         return together(self.meeting, what, self.process.rank, self.process.world_size)
+
+    def leave_stopped(self) -> None:
+        """Let no rank go before rank 0 has written down that the run is stopped, nor rank 0 before all know it.
+
+        A launcher ends the others when it sees one go, and rank 0 may keep the store. All ranks call it together.
+
+        Raises:
+            RunFailed: a rank does not come.
+        """
+        if self.meeting is not None:
+            number, size = self.process.rank, self.process.world_size
+            settled(self.meeting, "stopped", number, "", self.timeout_s)
+            exchange(self.meeting, "leaving", number, size, "", self.timeout_s)
 
     def check_groups(self, groups: Groups) -> str:
         """Try every process group once. All ranks call it together, before the first step. Returns how it went.
@@ -116,9 +129,14 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
             other_limit_s=runtime.timeout_s,
             rank_0_keeps_store=process.rank_0_keeps_store,
         )
+        rank = Rank(process, device, stop, asked, watch, meeting, runtime.timeout_s, places, owner)
+        if asked:
+            # No group is made: one rank would leave it while another still enters.
+            yield rank
+            return
         with watching(watch), process_group(process, device, runtime.collective_timeout_s, meeting):
             try:
-                yield Rank(process, device, stop, asked, watch, meeting, runtime.timeout_s, places, owner)
+                yield rank
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
