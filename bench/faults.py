@@ -23,7 +23,7 @@ from fault_cases.workshop import processor_s
 
 ON_FILES = ("damage", "write_points", "hostile")
 """Of the cases, those that start no ranks."""
-CASES = ("kills", "hangs", "stops", "restarts", "storms", "public", *ON_FILES)
+CASES = ("kills", "hangs", "stops", "early_stops", "restarts", "storms", "public", *ON_FILES)
 """Modules of `fault_cases`, in the order in which they run."""
 
 

@@ -119,13 +119,13 @@ def errors(text: str) -> list[str]:
 class Running:
     """A command that has been started, as from a terminal: in a process group of its own."""
 
-    def __init__(self, *words: str, cwd: Path) -> None:
+    def __init__(self, *words: str, cwd: Path, program: str = sys.executable, **more: str) -> None:
         self.mark = f"TRIWEAVE_TEST={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
         self.process = subprocess.Popen(
-            (sys.executable, *words),
+            (program, *words),
             cwd=cwd,
-            env=environment(**{name: value}),
+            env=environment(**{name: value}, **more),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -226,15 +227,33 @@ def test_node_script_passes_exit_codes_on(tmp_path: Path) -> None:
     assert code(stopping, "1") == 75
 
 
+FAKE_TORCHRUN = """\
+#!{python}
+import os, signal, subprocess, sys, time
+
+def note(word):
+    with open(os.environ["RECORD"], "a") as record:
+        print(word, file=record)
+
+def asked(*_):
+    note("asked")
+    os._exit(0)
+
+if sys.argv[1:] == ["rank"]:
+    signal.signal(signal.SIGUSR1, asked)
+    note("ready")
+    time.sleep(60)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: note("killed"))
+subprocess.run([sys.argv[0], "rank"])
+sys.exit(7)
+"""
+
+
 def fake_torchrun(folder: Path) -> Path:
     """A stand-in for torchrun with one rank: both write down that they were asked, or killed."""
     agent = folder / "agent"
-    agent.write_text(
-        "#!/bin/bash\ntrap 'echo killed >> \"$RECORD\"' TERM USR1\n"
-        'bash -c \'trap "echo asked >> $RECORD; exit 0" USR1; echo ready >> "$RECORD"; '
-        "while true; do sleep 0.05; done' &\n"
-        "wait $!\nexit 7\n"
-    )
+    agent.write_text(FAKE_TORCHRUN.format(python=sys.executable))
     agent.chmod(0o755)
     return agent
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
+import socket
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -116,6 +119,55 @@ def test_progress_and_slow_sections_are_no_hang() -> None:
         time.sleep(1.5)
     assert not said
     assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
+
+
+class SilentStore:
+    """The store of a rank 0 that was stopped: it has said which process it is, and answers nothing more."""
+
+    def __init__(self, keeper: int) -> None:
+        self._keeper = keeper
+
+    def set(self, key: str, value: str, /) -> None:
+        """Take what is put at the beginning."""
+
+    def get(self, key: str, /) -> bytes:
+        """Who rank 0 is."""
+        assert key == "watch/0/process"
+        return f"{socket.gethostname()} {self._keeper}".encode()
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Give up, as torch does after its time-out."""
+        raise RuntimeError(key)
+
+    def check(self, keys: list[str], /) -> bool:
+        """Give up."""
+        raise RuntimeError(keys)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_stopped_keeper_of_the_store_is_ended(stopped: bool) -> None:
+    """torchrun would wait for a stopped rank 0 for 30 s: who finds it ends it; one that runs is left to torchrun."""
+    said: list[str] = []
+    with subprocess.Popen(["sleep", "600"]) as keeper:
+        try:
+            if stopped:
+                keeper.send_signal(signal.SIGSTOP)
+            watch = Watch(
+                *(1, 2, SilentStore(keeper.pid), said.append),
+                step_limit_s=0.1,
+                other_limit_s=60.0,
+                rank_0_keeps_store=True,
+            )
+            with watching(watch):
+                watch.enter("computing", 1)
+                deadline = time.monotonic() + 20
+                while not said and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            assert "The store, kept by rank 0, does not answer" in said[0]
+            time.sleep(0.2)
+            assert keeper.poll() == (-signal.SIGKILL if stopped else None)
+        finally:
+            keeper.kill()
 
 
 def test_mark_costs_nothing_to_speak_of() -> None:

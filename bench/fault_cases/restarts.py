@@ -20,6 +20,9 @@ from triweave.config.document import to_yaml
 
 TRIES = 10
 END_S = 120.0
+HANG_S = 5
+TORCHRUN_S = 30.0
+"""In which torchrun lets ranks end before it kills them."""
 RANKS = 2
 LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
 
@@ -34,17 +37,18 @@ class Launched:
         options: Iterable[str],
         environment: dict[str, str],
         launcher: Sequence[str] = (),
+        words: Sequence[str] = (),
     ) -> None:
-        """`launcher` is a command line to be followed by triweave's words; left out, that of one host."""
+        """`launcher` comes before triweave's words; left out, it is that of one host. `words` are added to them."""
         self.output = output
         self.mark = f"TRIWEAVE_FAULTS={uuid.uuid4()}"
         marked = dict([self.mark.split("=")])
         launcher = launcher or (*LAUNCHER, *options, "-m", "triweave")
-        words = (*launcher, "train", str(run_file), "--output_dir", str(output))
+        command = (*launcher, "train", str(run_file), "--output_dir", str(output), *words)
         self.log = run_file.parent / f"{output.name}-{self.mark[-6:]}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                words, env={**os.environ, **environment, **marked}, stdout=log, stderr=log, start_new_session=True
+                command, env={**os.environ, **environment, **marked}, stdout=log, stderr=log, start_new_session=True
             )
 
     def ranks(self) -> list[int]:
@@ -58,6 +62,13 @@ class Launched:
             if self.mark.encode() in environment and b"LOCAL_RANK=" in environment:
                 found.append(int(folder.name))
         return sorted(found)
+
+    def rank_0(self) -> int | None:
+        """Process id of the host's first rank."""
+        for pid in self.ranks():
+            if b"LOCAL_RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes():
+                return pid
+        return None
 
     def wait_for_step(self, step: int) -> bool:
         """Wait until the run has done a step; whether it came to it."""
@@ -111,6 +122,7 @@ def run(quick: bool, out: Path) -> list[Row]:
         restarts(run_file, out, expected, TRIES, {}),
         restarts(run_file, out, expected, TRIES, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
         stops(run_file, out, expected),
+        stopped_keeper(run_file, out),
     ]
 
 
@@ -154,3 +166,21 @@ def stops(run_file: Path, out: Path, expected: object) -> Row:
         if again.end() or course(again.output) != expected:
             wrong.append(f"{name}: did not go on: {again.log.read_text()[-300:]}")
     return Row("torchrun: SIGTERM, SIGUSR1, its own death", len(cases), len(cases) - len(wrong), "; ".join(wrong))
+
+
+def stopped_keeper(run_file: Path, out: Path) -> Row:
+    """SIGSTOP to the rank that keeps the store: another one tells, ends it, and torchrun need not wait for it."""
+    limit = ("--runtime.hang_timeout_s", str(HANG_S), "--train.steps", "1000000")
+    launched = Launched(run_file, out / "keeper", [], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, words=limit)
+    launched.wait_for_step(6)
+    keeper = launched.rank_0()
+    if keeper is None:
+        return Row("torchrun: a stopped rank 0 that keeps the store", 1, 0, "it was gone")
+    os.kill(keeper, signal.SIGSTOP)
+    begun = time.monotonic()
+    code = launched.end()
+    taken_s = time.monotonic() - begun
+    said = "kept by rank 0, does not answer" in launched.log.read_text()
+    good = code == 1 and said and taken_s < TORCHRUN_S
+    detail = f"torchrun gone {taken_s:.1f} s after it, limit {HANG_S} s" if good else launched.log.read_text()[-300:]
+    return Row("torchrun: a stopped rank 0 that keeps the store", 1, int(good), detail)

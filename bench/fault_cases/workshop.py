@@ -21,7 +21,7 @@ from typing import Any
 from triweave.config.load import load_run
 from triweave.config.validate import ResolvedRun, validate
 from triweave.data.cache import PreparedData, prepare
-from triweave.recovery.stop import STOP_SIGNALS
+from triweave.recovery.stop import STOP_SIGNALS, StopRequest
 from triweave.training.endings import heard
 from triweave.training.loop import train
 from triweave.training.process import Process
@@ -141,7 +141,7 @@ def start(resolved: ResolvedRun, prepared: PreparedData, plant: Plant = no_fault
     with contextlib.redirect_stderr(said):
         rank = functools.partial(rank_with_fault, plant, resolved, prepared)
         told = functools.partial(heard, resolved)
-        code = run_ranks(resolved.layout.world_size, rank, stoppable=True, heard=told)
+        code = run_ranks(resolved.layout.world_size, rank, stop=StopRequest(), heard=told)
     when = folder / WHEN_FILE
     return Outcome(code, said.getvalue(), time.time() - (float(when.read_text()) if when.exists() else begun))
 

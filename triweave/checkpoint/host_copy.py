@@ -55,25 +55,6 @@ class HostCopy:
         self._block = torch.empty(0, dtype=torch.uint8)
 
 
-def available_host_bytes() -> int:
-    """Memory that this process can still have: the host's, or what is left of its control group's limit."""
-    available = _number_after("MemAvailable:", Path("/proc/meminfo")) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        # Pages of files count as used, and go when memory is asked for.
-        cached = _number_after("inactive_file", group / "memory.stat")
-    except OSError:
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - used + cached))
-
-
 def host_key() -> str:
     """What is the same for all processes of one host (or container), and for no others."""
     return f"{os.uname().nodename} {Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}"
-
-
-def _number_after(word: str, path: Path) -> int:
-    lines = path.read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.split()[0] == word)

@@ -25,6 +25,7 @@ def train(run_file: Path, /, *overrides: Overrides, nproc: Nproc = None) -> int:
         overrides: Keys of the run file with new values.
         nproc: Ranks to start on this host; left out, as many as the layout has.
     """
+    from triweave.recovery.stop import noting
     from triweave.training.start import Job, start
 
     def job() -> Job:
@@ -32,6 +33,7 @@ def train(run_file: Path, /, *overrides: Overrides, nproc: Nproc = None) -> int:
         from triweave.training.loop import train as train_rank
         from triweave.training.resume import check_resume
 
-        return Job(train_rank, check_resume, stoppable=True, heard=heard)
+        return Job(train_rank, check_resume, heard=heard)
 
-    return start(run_file, overrides, nproc, job)
+    with noting() as stop:
+        return start(run_file, overrides, nproc, job, stop=stop)

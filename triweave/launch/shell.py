@@ -13,6 +13,8 @@ from triweave.launch.placement import node_map
 from triweave.launch.variables import NODE_RANK, Variable, variables
 
 WIDTH = 118
+AGAIN_S = 5
+"""Seconds between two requests to stop."""
 LEFT_TO_THE_SITE = (
     "Left to the site: NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GLOO_SOCKET_IFNAME. What is set before this, stays."
 )
@@ -95,6 +97,24 @@ def node_script(resolved: ResolvedRun, job: Job, python: str, node: Node) -> str
             *summary(resolved, job),
             "set -uo pipefail",
             "",
+            *comment(
+                "A stop goes to the ranks, whose parent is torchrun: it would kill them 30 s after a signal of its own."
+                " Ranks that are not there yet, or have only begun, do not hear it: it is sent again and again."
+            ),
+            "asked=0",
+            "ask_to_stop() {",
+            "  local status process",
+            "  asked=1",
+            '  while kill -0 "${agent:-}" 2>/dev/null; do',
+            '    for status in $(grep -ls "^PPid:[[:space:]]*$agent\\$" /proc/[0-9]*/status); do',
+            "      process=${status%/status}",
+            '      kill -USR1 "${process##*/}" 2>/dev/null',
+            "    done",
+            f"    sleep {AGAIN_S}",
+            "  done",
+            "}",
+            "trap ask_to_stop TERM USR1",
+            "",
             f"node_rank={rank}",
             f"master={address}",
             "port=${MASTER_PORT:-29500}",
@@ -115,22 +135,13 @@ def node_script(resolved: ResolvedRun, job: Job, python: str, node: Node) -> str
             *comment(
                 "The rendezvous is static: with c10d torchrun ignores --node-rank and sorts nodes by name, as text."
             ),
-            f"{shlex.quote(python)} {torchrun(job)} \\",
+            *comment("What does not listen yet ignores the signal of a stop, and does not die of it."),
+            f'(trap "" USR1; exec {shlex.quote(python)} {torchrun(job)} \\',
             '  --node-rank="$node_rank" --master-addr="$master" --master-port="$port" \\',
             *options,
-            f"  -m triweave {words} < /dev/null &",
+            f"  -m triweave {words} < /dev/null) &",
             "agent=$!",
-            "",
-            *comment(
-                "A stop goes to the ranks, whose parent is torchrun: it would kill them 30 s after a signal of its own."
-            ),
-            "ask_to_stop() {",
-            "  local process",
-            "  for process in /proc/[0-9]*; do",
-            '    if grep -qs "^PPid:[[:space:]]*$agent\\$" "$process/status"; then kill -USR1 "${process##*/}"; fi',
-            "  done",
-            "}",
-            "trap ask_to_stop TERM USR1",
+            'if [ "$asked" = 1 ]; then ask_to_stop; fi',
             *(watch if node.stop_at_end_of_input else []),
             "",
             *comment("`wait` returns when a signal comes; the last one has the exit code."),

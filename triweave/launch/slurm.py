@@ -7,7 +7,7 @@ import shlex
 from triweave.config.validate import ResolvedRun
 from triweave.errors import InputError, Problem
 from triweave.launch.job import Job, Settings, clock, make_job
-from triweave.launch.shell import LEFT_TO_THE_SITE, comment, exports, summary, torchrun
+from triweave.launch.shell import AGAIN_S, LEFT_TO_THE_SITE, comment, exports, summary, torchrun
 from triweave.launch.variables import NODE_RANK, variables
 
 MOST_REQUEUES = 1000
@@ -76,6 +76,20 @@ def _sbatch(resolved: ResolvedRun, settings: Settings, job: Job) -> str:
             *summary(resolved, job),
             "set -uo pipefail",
             "",
+            "warned=0",
+            *comment(
+                "To the processes of the steps: torchrun and the shell around it ignore the signal, the ranks save."
+                " Ranks that are not there yet, or have only begun, do not hear it: it is sent again and again."
+            ),
+            "warn() {",
+            "  warned=1",
+            '  while kill -0 "${step:-}" 2>/dev/null; do',
+            '    scancel --signal=USR1 "$SLURM_JOB_ID"',
+            f"    sleep {AGAIN_S}",
+            "  done",
+            "}",
+            "trap warn USR1",
+            "",
             f'if [ "$SLURM_JOB_NUM_NODES" -ne {job.num_nodes} ]; then',
             f'  echo "error: the plan is for {job.num_nodes} nodes, and the job has $SLURM_JOB_NUM_NODES" >&2',
             "  exit 2",
@@ -92,12 +106,6 @@ def _sbatch(resolved: ResolvedRun, settings: Settings, job: Job) -> str:
             f"stopped={shlex.quote(job.stopped_file)}",
             'rm -f -- "$stopped"',
             "",
-            "warned=0",
-            *comment(
-                "To the processes of the steps: torchrun and the shell around it ignore the signal, the ranks save."
-            ),
-            "trap 'warned=1; scancel --signal=USR1 \"$SLURM_JOB_ID\"' USR1",
-            "",
             "run_ranks() {",
             *comment_inside(
                 "The node's number is read on each node. All cores, bound to none: srun would give its task one.",
@@ -113,6 +121,7 @@ def _sbatch(resolved: ResolvedRun, settings: Settings, job: Job) -> str:
             '        -m triweave "$@"\' \\',
             "    " + " ".join(shlex.quote(word) for word in (settings.python, *job.words)) + " &",
             "  step=$!",
+            '  if [ "$warned" = 1 ]; then warn; fi',
             *comment_inside("`wait` returns when the warning comes; the last one has the exit code."),
             '  while kill -0 "$step" 2>/dev/null; do wait "$step"; done',
             '  wait "$step"',
@@ -121,7 +130,11 @@ def _sbatch(resolved: ResolvedRun, settings: Settings, job: Job) -> str:
             "",
             "run_ranks",
             *_again(settings.restarts),
-            *comment("torchrun leaves with 1 whatever the ranks say; the file says that they saved and may go on."),
+            *comment(
+                "torchrun leaves with 1 whatever the ranks say; the file says that they saved and may go on. 138: a"
+                " warning met the shell of a node before that ignored it, and nothing had begun."
+            ),
+            'if [ "$warned" = 1 ] && [ "$code" = 138 ]; then touch -- "$stopped"; fi',
             'if [ "$code" != 0 ] && [ -e "$stopped" ]; then',
             f'  if [ "$warned" = 1 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_REQUEUES} ]; then',
             '    exec scontrol requeue "$SLURM_JOB_ID"',

@@ -90,6 +90,18 @@ def check_collectives(store: Store | None, rank: int, world_size: int, timeout_s
     agree(store, "collectives", rank, problems, timeout_s)
 
 
+def largest(store: Store | None, what: str, rank: int, world_size: int, mine: int, timeout_s: float) -> int:
+    """The largest of the ranks' numbers, on all of them; all ranks call it together.
+
+    Raises:
+        RunFailed: a rank has not come within `timeout_s`.
+    """
+    if store is None:
+        return mine
+    numbers = exchange(store, what, rank, world_size, str(mine), timeout_s)
+    return int(settled(store, what, rank, str(max(map(int, numbers), default=0)), timeout_s))
+
+
 def differing_facts(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
     """What ranks differ in: one line a key, with the ranks that do not hold what most do."""
     problems = []

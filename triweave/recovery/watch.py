@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Protocol
 
 from triweave.recovery.statement import Statement, from_json, state_now
@@ -62,7 +63,7 @@ class Watch:
         *,
         step_limit_s: float,
         other_limit_s: float,
-        store_keeper: str = "the launcher",
+        rank_0_keeps_store: bool = False,
     ) -> None:
         """Take what a rank knows of the run.
 
@@ -73,10 +74,11 @@ class Watch:
             leave: ends this process, with a message or without a word.
             step_limit_s: seconds without progress that are too many in a step or a validation.
             other_limit_s: the same in a start, a load, a save and an export.
-            store_keeper: whose process keeps the store, in words.
+            rank_0_keeps_store: whether no launcher does.
         """
         self.rank, self.world_size, self.store, self.leave = rank, world_size, store, leave
-        self.step_limit_s, self.other_limit_s, self.store_keeper = step_limit_s, other_limit_s, store_keeper
+        self.step_limit_s, self.other_limit_s = step_limit_s, other_limit_s
+        self.rank_0_keeps_store = rank_0_keeps_store
         self.count = 0
         self.section = "starting"
         self.step = 0
@@ -87,6 +89,8 @@ class Watch:
         self._heard = time.monotonic()
         """When the store last answered."""
         self._over = threading.Event()
+        self.keeper: str | None = None
+        """Host and process id of the rank that keeps the store, on the others."""
 
     # --- the main thread --------------------------------------------------------------------------------------
 
@@ -131,7 +135,10 @@ class Watch:
             # Rank 1 may speak, for the store may have gone with rank 0; the others wait for it to end them.
             late_s = ALONE_S + (0.0 if self.rank <= 1 else ANSWER_S)
             if self._stalled_s() > self._limit_s + late_s and time.monotonic() - self._heard > ANSWER_S:
-                said = describe_alone(self._state_now(), self.store_keeper, self._stalled_s())
+                keeper = "rank 0" if self.rank_0_keeps_store else "the launcher"
+                said = describe_alone(self._state_now(), keeper, self._stalled_s())
+                if self.keeper is not None and _is_stopped(self.keeper):
+                    _kill(self.keeper)
                 self.leave(said if self.rank <= 1 else "")
         faulthandler.cancel_dump_traceback_later()
 
@@ -195,10 +202,7 @@ class Watch:
         """Kill ranks of this host that do not answer: a stopped process hears no other signal."""
         for rank in silent:
             if store.check([_process(rank)]):
-                host, pid = store.get(_process(rank)).decode().rsplit(" ", 1)
-                if host == socket.gethostname():
-                    with suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
+                _kill(store.get(_process(rank)).decode())
 
 
 @contextmanager
@@ -206,6 +210,8 @@ def watching(watch: Watch) -> Iterator[Watch]:
     """Watch for as long as the block lasts. After an error the process ends, and the watch with it."""
     if watch.store is not None:
         watch.store.set(_process(watch.rank), f"{socket.gethostname()} {os.getpid()}")
+        if watch.rank_0_keeps_store and watch.rank != 0:
+            watch.keeper = watch.store.get(_process(0)).decode()
     threads = [threading.Thread(target=target, name="watch", daemon=True) for target in (watch.run, watch.guard)]
     for thread in threads:
         thread.start()
@@ -226,6 +232,25 @@ def _says(rank: int) -> str:
 
 def _process(rank: int) -> str:
     return f"watch/{rank}/process"
+
+
+def _kill(process: str) -> None:
+    """End a process of this host: a stopped one hears no other signal, and its launcher would wait for it for 30 s."""
+    host, pid = process.rsplit(" ", 1)
+    if host == socket.gethostname():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _is_stopped(process: str) -> bool:
+    """Whether a process is one of this host that somebody has stopped (SIGSTOP, a debugger)."""
+    host, pid = process.rsplit(" ", 1)
+    try:
+        # Behind the name in parentheses.
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
+    except OSError:
+        return False
+    return host == socket.gethostname() and state in ("T", "t")
 
 
 def _spell(action: object) -> str:

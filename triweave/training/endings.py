@@ -1,4 +1,4 @@
-"""Who writes down how a start of a run ended: see `recovery.starts`.
+"""Who writes down how a start of a run ended: see `recovery.starts`; and the end of one that has not begun.
 
 The process that has started the ranks on one host hears how each failed, also one that was killed. Under a launcher
 there is no such process of ours: each rank writes for itself, and of a rank that is killed those tell that lose it.
@@ -6,6 +6,7 @@ there is no such process of ours: each rank writes for itself, and of a rank tha
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from triweave.config.validate import ResolvedRun
 from triweave.errors import TriweaveError
 from triweave.recovery.starts import DONE, FAILED, INTERRUPTED, LOST_A_PEER, STOPPED, note_end, note_end_of
 from triweave.recovery.stop import STOPPED as STOPPED_CODE
+from triweave.recovery.stop import signal_name
+from triweave.run_folder import STOPPED_FILE
 from triweave.training.process import Process
 
 ON_REQUEST = "stopped on request"
@@ -57,6 +60,12 @@ def note_code(folder: Path, process: Process, code: int) -> None:
     """Write down that the run has ended well, or on request."""
     if process.rank == 0:
         note_end(folder, DONE if code == 0 else STOPPED, "" if code == 0 else ON_REQUEST, 0)
+
+
+def leave_word(folder: Path, step: int, number: int) -> None:
+    """Write down, for launchers that hide exit codes, that the run stands stopped by signal `number`."""
+    said = {"step": step, "by": signal_name(number)}
+    (folder / STOPPED_FILE).write_text(json.dumps(said) + "\n", encoding="utf-8")
 
 
 def noting_leave(folder: Path, process: Process) -> Callable[[str], NoReturn]:

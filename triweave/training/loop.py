@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch.distributed import ReduceOp
 
-from triweave.checkpoint.kept import name_of
+from triweave.checkpoint.kept import found, name_of, step_of
 from triweave.collectives import all_reduce
 from triweave.config.document import to_yaml
+from triweave.config.schema import Run
 from triweave.config.validate import ResolvedRun
 from triweave.data.cache import PreparedData
 from triweave.data.dataset import Dataset
@@ -21,15 +22,16 @@ from triweave.errors import RunFailed
 from triweave.recovery.goodput import Timeline
 from triweave.recovery.save_now import SaveNow
 from triweave.recovery.stop import STOPPED, signal_name
-from triweave.run_folder import SAVE_NOW_FILE, STOPPED_FILE
+from triweave.run_folder import SAVE_NOW_FILE
 from triweave.training.batches import batch_of, training_batch, validation_batches
 from triweave.training.checkpoints import RUN_FILE, RunProgress
 from triweave.training.console import Console, closing, opening
-from triweave.training.endings import note_code
+from triweave.training.endings import leave_word, note_code
 from triweave.training.engine import DTYPES, Engine, build_engine
 from triweave.training.export import export_hugging_face
 from triweave.training.foretold import Foretold
 from triweave.training.grid_map import grid_map
+from triweave.training.host_need import offload_bytes, warnings
 from triweave.training.learning_rate import learning_rate
 from triweave.training.metrics import (
     JsonLines,
@@ -56,11 +58,31 @@ VALIDATION_FILE = "validation.jsonl"
 def train(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> int:
     """Run the whole training on this rank; returns the exit code."""
     with at_work(resolved, prepared, process) as rank:
-        with rank.together("making the process groups of the layout"):
-            engine = build_engine(resolved, rank.device)
-        code = _Training(resolved, prepared, engine, rank).run()
+        if rank.asked:
+            code = _stop_at_start(resolved.run, rank)
+        else:
+            with rank.together("making the process groups of the layout"):
+                engine = build_engine(resolved, rank.device)
+            code = _Training(resolved, prepared, engine, rank).run()
         note_code(Path(resolved.run.output_dir), process, code)
+        if code == STOPPED:
+            rank.leave_stopped()
         return code
+
+
+def _stop_at_start(run: Run, rank: Rank) -> int:
+    """End before anything is built or loaded, because a rank was asked to stop; returns the exit code."""
+    if rank.process.rank == 0:
+        folder = Path(run.output_dir)
+        # All that was saved is on the disk already.
+        names = found(store_of(run))
+        step = (step_of(names[0]) or 0) if names else 0
+        timeline = Timeline(folder)
+        timeline.add("start", 0, at=rank.process.started_at)
+        timeline.add("end", step)
+        leave_word(folder, step, rank.asked)
+        print(f"stopped   at step {step} by {signal_name(rank.asked)}; the same command goes on from there", flush=True)
+    return STOPPED
 
 
 class _Training:
@@ -81,7 +103,8 @@ class _Training:
             clean_up(store)
         # A single save, at the end, has no step to stand beside.
         asynchronous = checkpoint.asynchronous if checkpoint.every_steps else "off"
-        self.saver = Saver(store, engine, checkpoint.keep, asynchronous, rank.owner)
+        beside = offload_bytes(resolved, engine.groups.at.pp)
+        self.saver = Saver(store, engine, checkpoint.keep, asynchronous, rank.owner, beside)
         device = engine.groups.device
         self.meter = Meter(
             engine.spec,
@@ -109,7 +132,7 @@ class _Training:
             foretold = Foretold(self.resolved, self.engine, self.folder, speaks=self.first)
             console.say(*opening(self.resolved, self.engine, self.meter, self.prepared.summary, self.num_steps))
             console.say(*(grid_map(self.engine.layout, self.rank.places) if self.first else ()))
-            console.say(*foretold.opening(), f"saves     {self.saver.method}")
+            console.say(*foretold.opening(), *warnings(self.saver.hosts), f"saves     {self.saver.method}")
             console.say(f"checked   {self.rank.check_groups(self.engine.groups)}")
             console.say(*(f"DAMAGED   {name}: {problem}; passed over" for name, problem in resumed.bad.items()))
             if done:
@@ -273,8 +296,7 @@ class _Training:
         console.say(f"stopped   at step {step} by {signal_name(self.asked)}; the same command goes on from there")
         console.say(*self.where_time_went())
         if self.first:
-            said = {"step": step, "by": signal_name(self.asked)}
-            (self.folder / STOPPED_FILE).write_text(json.dumps(said) + "\n", encoding="utf-8")
+            leave_word(self.folder, step, self.asked)
         return STOPPED
 
     def tell_saves(self, console: Console) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from triweave.errors import InputError, Problem
+from triweave.recovery.stop import StopRequest
 
 GRACE_S = 5.0
 """Time that ranks get to end by themselves after another has failed."""
@@ -35,15 +36,15 @@ class Process:
     """Port, on the loopback interface, of the store that who started the ranks keeps; None leaves it to a launcher."""
     started_at: float = field(default_factory=time.time, compare=False)
     """When the run began on this host, in seconds since the epoch."""
+    stop: StopRequest = field(default_factory=StopRequest, compare=False)
+    """What it was asked before it listens."""
     leave: Callable[[str], NoReturn] = say_and_leave
     """Ends this process when its main thread cannot: tells what is wrong, or goes without a word."""
 
     @property
-    def store_keeper(self) -> str:
-        """Who keeps the store that the ranks meet at."""
-        if self.store_port is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return "the launcher"
-        return "rank 0"
+    def rank_0_keeps_store(self) -> bool:
+        """Whether the store that the ranks meet at is rank 0's, and not its launcher's."""
+        return self.store_port is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def started_by_launcher() -> Process | None:
@@ -70,7 +71,10 @@ def started_by_launcher() -> Process | None:
 
 
 def end_launcher() -> None:
-    """Ask torchrun to end, where it would start the ranks again: a run that is given up would be refused each time."""
+    """Ask torchrun to end, where it would start the ranks again.
+
+    A run that is given up would be refused each time, and one that was asked to stop would go on.
+    """
     most, made = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     if "TORCHELASTIC_RUN_ID" in os.environ and made < most:
         os.kill(os.getppid(), signal.SIGTERM)

@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from triweave.config.schema import RuntimeConfig
 from triweave.errors import GivenUp, InputError, Problem, RunFailed, TriweaveError
 from triweave.recovery.self_check import together
-from triweave.recovery.stop import REPEAT_S, STOP_SIGNALS
+from triweave.recovery.stop import STOP_SIGNALS, STOPPED, StopRequest
 from triweave.training.process import GRACE_S, Process, end_launcher, let_the_first_rank_speak
 
 SETTLE_S = 0.5
@@ -145,7 +145,7 @@ def run_ranks(
     num_ranks: int,
     function: Callable[[Process], int],
     *,
-    stoppable: bool = False,
+    stop: StopRequest | None = None,
     started_at: float | None = None,
     heard: Callable[[int, str, Sequence[int]], None] = lambda code, message, pids: None,
 ) -> int:
@@ -157,29 +157,30 @@ def run_ranks(
     Args:
         num_ranks: how many.
         function: what each does; returns its exit code.
-        stoppable: whether it listens to `stop_requests`. Then this process hands stop signals on, and only a second
-            one ends the run at once.
+        stop: what this process was asked so far, where `function` listens to `stop_requests`. Then this process hands
+            stop signals on, and only a second one ends the run at once. None where it does not listen.
         started_at: when the run began, in seconds since the epoch; None is now.
         heard: is told at the end, where there are several ranks: exit code, message (empty if there is none), and the
             process ids of the ranks.
     """
     started_at = time.time() if started_at is None else started_at
     if num_ranks == 1:
-        return function(Process(started_at=started_at))
+        return function(Process(started_at=started_at, stop=stop or StopRequest()))
     context = mp.get_context("forkserver")
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     ranks: dict[Connection, BaseProcess] = {}
-    with _forwarding(ranks) if stoppable else nullcontext():
+    with _forwarding(ranks, stop) if stop is not None else nullcontext():
         try:
             with _interrupt_put_off():
                 _start_server(context)
                 store = _loopback_store()
+                asked = stop or StopRequest()
                 for number in range(num_ranks):
-                    process = Process(number, num_ranks, number, num_ranks, store.port, started_at)
+                    process = Process(number, num_ranks, number, num_ranks, store.port, started_at, asked)
                     told, tell = context.Pipe(duplex=False)
                     rank = context.Process(
                         target=_rank_main,
-                        args=(function, process, threads, tell, stoppable),
+                        args=(function, process, threads, tell, stop is not None),
                         name=f"rank {number}",
                         daemon=True,
                     )
@@ -189,8 +190,8 @@ def run_ranks(
             code, message = _wait_for(ranks)
         except KeyboardInterrupt:
             code, message = 130, ""
-        except _StopAtOnce as stop:
-            code, message = 128 + stop.number, ""
+        except _StopAtOnce as again:
+            code, message = 128 + again.number, ""
         finally:
             _end(list(ranks.values()))
         heard(code, message, [rank.pid for rank in ranks.values() if rank.pid is not None])
@@ -213,6 +214,8 @@ def run_as_rank(process: Process, function: Callable[[Process], int]) -> int:
         if ending.is_last:
             end_launcher()
         os._exit(ending.code)
+    if ending.code == STOPPED and process.rank == 0:
+        end_launcher()
     return ending.code
 
 
@@ -246,15 +249,13 @@ class _StopAtOnce(BaseException):
 
 
 @contextmanager
-def _forwarding(ranks: Mapping[Connection, BaseProcess]) -> Iterator[None]:
-    """Hand the first stop signal on to the ranks; the second ends the block."""
-    first_s = float("inf")
+def _forwarding(ranks: Mapping[Connection, BaseProcess], stop: StopRequest) -> Iterator[None]:
+    """Hand the first stop signal on to the ranks; the second ends the block. Who is not born yet is born with it."""
 
     def forward(number: int, frame: object) -> None:
-        nonlocal first_s
-        if time.monotonic() - first_s > REPEAT_S:
+        if stop.is_repeated(number):
             raise _StopAtOnce(number)
-        first_s = min(first_s, time.monotonic())
+        stop.ask(number)
         for rank in list(ranks.values()):
             if rank.pid is not None and rank.is_alive():
                 os.kill(rank.pid, number)

@@ -17,7 +17,7 @@ from triweave.config.validate import ResolvedRun
 from triweave.data.cache import PreparedData
 from triweave.errors import RunFailed
 from triweave.groups import Groups
-from triweave.recovery.agreement import check_collectives, check_same, facts_of
+from triweave.recovery.agreement import check_collectives, check_same, exchange, facts_of, largest, settled
 from triweave.recovery.out_of_memory import explain_out_of_memory, is_out_of_memory
 from triweave.recovery.self_check import LIMIT_S, check_groups, together
 from triweave.recovery.stop import StopRequest, stop_requests
@@ -37,6 +37,8 @@ class Rank:
     process: Process
     device: torch.device
     stop: StopRequest
+    asked: int
+    """Number of the signal by which any rank was asked to stop before all had met; 0 if none was, the same on all."""
     watch: Watch
     meeting: Store | None
     """Where the ranks have met; None for a single process."""
@@ -50,6 +52,19 @@ class Rank:
     def together(self, what: str) -> AbstractContextManager[None]:
         """Say which ranks are missing when `what`, that all ranks do in the block, fails for want of them."""
         return together(self.meeting, what, self.process.rank, self.process.world_size)
+
+    def leave_stopped(self) -> None:
+        """Let no rank go before rank 0 has written down that the run is stopped, nor rank 0 before all know it.
+
+        A launcher ends the others when it sees one go, and rank 0 may keep the store. All ranks call it together.
+
+        Raises:
+            RunFailed: a rank does not come.
+        """
+        if self.meeting is not None:
+            number, size = self.process.rank, self.process.world_size
+            settled(self.meeting, "stopped", number, "", self.timeout_s)
+            exchange(self.meeting, "leaving", number, size, "", self.timeout_s)
 
     def check_groups(self, groups: Groups) -> str:
         """Try every process group once. All ranks call it together, before the first step. Returns how it went.
@@ -90,7 +105,7 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     folder, facts = Path(resolved.run.output_dir), facts_of(resolved, prepared.summary.fingerprint, device)
-    with stop_requests() as stop, ExitStack() as held:
+    with stop_requests(process.stop) as stop, ExitStack() as held:
         owner = None
         if process.rank == 0:
             # By the rank that writes there; the lock goes with it, whatever ends it.
@@ -99,6 +114,7 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
         meeting = meet(process, runtime.timeout_s)
         check_rank_order(meeting, process, resolved)
         check_same(meeting, process.rank, process.world_size, facts, runtime.timeout_s)
+        asked = largest(meeting, "asked to stop", process.rank, process.world_size, stop.number, runtime.timeout_s)
         if process.rank != 0:
             # Not before: now rank 0 holds the folder and has written this start down.
             held.enter_context(noted(folder, process, lost_a_peer))
@@ -111,11 +127,16 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
             noting_leave(folder, process),
             step_limit_s=runtime.hang_timeout_s or runtime.timeout_s,
             other_limit_s=runtime.timeout_s,
-            store_keeper=process.store_keeper,
+            rank_0_keeps_store=process.rank_0_keeps_store,
         )
+        rank = Rank(process, device, stop, asked, watch, meeting, runtime.timeout_s, places, owner)
+        if asked:
+            # No group is made: one rank would leave it while another still enters.
+            yield rank
+            return
         with watching(watch), process_group(process, device, runtime.collective_timeout_s, meeting):
             try:
-                yield Rank(process, device, stop, watch, meeting, runtime.timeout_s, places, owner)
+                yield rank
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise

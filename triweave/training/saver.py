@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,19 +13,19 @@ from typing import Literal
 import torch.distributed as dist
 
 from triweave.checkpoint.agreement import gather
-from triweave.checkpoint.host_copy import HostCopy, available_host_bytes, host_key
+from triweave.checkpoint.host_copy import HostCopy, host_key
 from triweave.checkpoint.kept import name_of, retire
 from triweave.checkpoint.owner import Owner
 from triweave.checkpoint.store import Store
 from triweave.errors import RunFailed
 from triweave.groups import Group, Groups
+from triweave.host_room import host_room
 from triweave.training.checkpoints import RunProgress, Snapshot, snapshot_bytes, take_snapshot, write_snapshot
 from triweave.training.engine import Engine
+from triweave.training.host_need import Host, hosts_of, no_room_for_copies
 
 SAVE_TIMEOUT_S = 3600.0
 """In which the slowest rank must have written its part: 31 GB at 10 MB/s."""
-ROOM = 0.8
-"""Part of a host's available memory that copies may take: data, and pages of files on their way, want some too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Saver:
         keep: int,
         asynchronous: Literal["auto", "off"] = "off",
         owner: Owner | None = None,
+        offload_bytes: int = 0,
     ) -> None:
         """Ask all ranks whether there is room for copies of their states, and make it.
 
@@ -72,6 +74,7 @@ class Saver:
             keep: how many.
             asynchronous: `auto` writes beside training if all hosts have room for the copies.
             owner: the run that the checkpoints name, on rank 0.
+            offload_bytes: what this rank's layers will keep in the same memory.
         """
         self.failed = 0
         """Saves that failed."""
@@ -81,7 +84,11 @@ class Saver:
         """Checkpoints that were found damaged: they do not count as kept."""
         self._store, self._engine, self._keep, self._owner = store, engine, keep, owner
         self.group = saving_group(engine.groups)
-        self._copy = _copy_of(engine, self.group) if asynchronous == "auto" else None
+        sizes = snapshot_bytes(engine) if asynchronous == "auto" else []
+        self.hosts = _ask_hosts(sum(sizes), offload_bytes, self.group)
+        """What their ranks want to take of their memory, before any was taken."""
+        self._without = no_room_for_copies(self.hosts) if sizes else None
+        self._copy = _make_copy(sizes, engine, self.group) if sizes and self._without is None else None
         self._thread = ThreadPoolExecutor(1, "saver") if self._copy is not None else None
         self._under_way: Future[Saved] | None = None
         self._news: list[Saved] = []
@@ -90,7 +97,7 @@ class Saver:
     def method(self) -> str:
         """For the log: what a save will do."""
         if self._copy is None:
-            return "training waits for the disk"
+            return "training waits for the disk" + (f": {self._without}" if self._without is not None else "")
         return f"beside training, from a copy of {self._copy.num_bytes / 2**30:.2f} GiB a rank in host memory"
 
     def save(self, progress: RunProgress, run_file: str) -> None:
@@ -171,15 +178,14 @@ def saving_group(groups: Groups) -> Group:
     return Group(world.ranks, world.rank, handle)
 
 
-def _copy_of(engine: Engine, group: Group) -> HostCopy | None:
-    """Room for a copy of this rank's state; None on all ranks if one host is too small for its ranks'."""
-    sizes = snapshot_bytes(engine)
-    asked = gather([host_key(), sum(sizes), available_host_bytes()], group)
-    hosts = {host for host, _, _ in asked}
-    needed = {host: sum(size for at, size, _ in asked if at == host) for host in hosts}
-    there = {host: min(free for at, _, free in asked if at == host) for host in hosts}
-    if any(needed[host] > ROOM * there[host] for host in hosts):
-        return None
+def _ask_hosts(copies_bytes: int, offload_bytes: int, group: Group) -> list[Host]:
+    """What the ranks of each host want; all ranks get the same."""
+    available = host_room().available_bytes
+    return hosts_of(gather((host_key(), copies_bytes, offload_bytes, available), group))
+
+
+def _make_copy(sizes: Sequence[int], engine: Engine, group: Group) -> HostCopy | None:
+    """Room for a copy of this rank's state; None on all ranks if one cannot have it."""
     copy = None
     # What was asked beforehand may not be so any more.
     with suppress(RuntimeError, MemoryError):

@@ -6,11 +6,12 @@ Everything that can be wrong with a run is found before torch is imported, let a
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from triweave.config.load import load_run
 from triweave.config.schema import Run
 from triweave.config.validate import ResolvedRun, validate
 from triweave.errors import InputError, Problem
+from triweave.host_room import host_room
+from triweave.recovery.stop import StopRequest
 from triweave.training.process import Process, let_segments_grow, started_by_launcher
 
 if TYPE_CHECKING:
@@ -32,8 +35,6 @@ class Job:
     """What each rank does; returns its exit code."""
     before: Callable[[ResolvedRun, PreparedData], None] = lambda resolved, prepared: None
     """Work of one process before the ranks meet."""
-    stoppable: bool = False
-    """Whether `rank` listens to `stop_requests`."""
     heard: Callable[[ResolvedRun, int, str, Sequence[int]], None] = lambda resolved, code, message, pids: None
     """Told the end of ranks that were started here, as `run_ranks` tells it."""
 
@@ -44,6 +45,7 @@ def start(
     nproc: int | None,
     job: Callable[[], Job],
     adjust: Callable[[Run, int], Run] = lambda run, dp: run,
+    stop: StopRequest | None = None,
 ) -> int:
     """Check a run, prepare its data, and do a job on every rank; returns the exit code.
 
@@ -55,6 +57,7 @@ def start(
         nproc: ranks to start on this host; None takes what the layout says.
         job: imports and gives the job, once the run is in order.
         adjust: changes the run, told its data-parallel size, before it is checked for good.
+        stop: what this process was asked; None where the job does not listen to stop signals.
 
     Raises:
         InputError: something is wrong with the run, or the ranks cannot be started here.
@@ -62,6 +65,8 @@ def start(
     begun = time.time()
     let_segments_grow()
     launched = started_by_launcher()
+    if launched is not None and stop is not None:
+        stop.parent = os.getppid()
     run = load_run(run_file, overrides)
     if launched is not None and nproc is not None:
         raise InputError(Problem("--nproc", nproc, f"a launcher has started {launched.world_size} ranks already"))
@@ -73,6 +78,11 @@ def start(
     if launched is None:
         check_one_host(first)
     resolved = validate(adjust(run, first.layout.dp), world_size=world_size, gpus_per_node=per_node)
+
+    if resolved.layout.offload:
+        from triweave.training.host_need import check_offload
+
+        check_offload(resolved, launched or Process(local_world_size=world_size), host_room())
 
     if run.runtime.device == "cuda":
         # The one thing that only torch can tell; asked before the work on the data.
@@ -93,8 +103,8 @@ def start(
     rank = functools.partial(todo.rank, resolved, prepared)
     if launched is None:
         heard = functools.partial(todo.heard, resolved)
-        return run_ranks(world_size, rank, stoppable=todo.stoppable, started_at=begun, heard=heard)
-    return run_as_rank(launched, rank)
+        return run_ranks(world_size, rank, stop=stop, started_at=begun, heard=heard)
+    return run_as_rank(launched if stop is None else replace(launched, stop=stop), rank)
 
 
 def check_one_host(resolved: ResolvedRun) -> None:
