@@ -134,6 +134,13 @@ def write_launch_file(folder: Path, engine: str) -> None:
     subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True, timeout=60)
 
 
+def what_was_done_is_saved(folder: Path) -> bool:
+    """A signal is repeated until it is heard, and on a fast machine steps may be done by then."""
+    step, metrics = said_of_stop(folder)["step"], folder / "out" / "metrics.jsonl"
+    done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    return step == done and (step == 0 or (folder / "out" / "checkpoints" / f"step-{step}").is_dir())
+
+
 def free_port() -> int:
     """A port that the file of a Slurm job takes, by the number of the job."""
     for port in random.SystemRandom().sample(range(20000, 30000), 50):
@@ -155,8 +162,31 @@ def test_stop_of_a_node_whose_ranks_do_not_listen_yet(tmp_path: Path) -> None:
         running.process.send_signal(signal.SIGTERM)
         code, out, error = running.end()
         assert code == 75, out + error
-    assert said_of_stop(folder) == {"step": 0, "by": "SIGUSR1"}
-    assert not (folder / "out" / "metrics.jsonl").exists()
+    assert said_of_stop(folder)["by"] == "SIGUSR1"
+    assert what_was_done_is_saved(folder)
+
+
+def test_signal_that_was_noted_ends_a_rank_that_has_nothing_to_say() -> None:
+    """A launcher ends the ranks beside the one that told the mistake; who noted its signal must not tell it too."""
+    code = """
+import os, signal, sys
+from triweave.errors import InputError, Problem
+from triweave.recovery.stop import noting, put_off
+from triweave.training.process import let_the_first_rank_speak
+put_off()
+try:
+    with noting():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise InputError(Problem("key", 1, "is wrong"))
+except InputError:
+    let_the_first_rank_speak()
+    print("told")
+    sys.exit(2)
+"""
+    for local_rank, expected in (("0", (2, "told\n")), ("1", (-signal.SIGTERM, ""))):
+        alike = {**os.environ, "LOCAL_RANK": local_rank}
+        done = subprocess.run((sys.executable, "-c", code), env=alike, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == expected, done.stderr
 
 
 SRUN = """\
@@ -201,5 +231,4 @@ def test_slurm_warns_a_job_before_its_ranks_are_there(tmp_path: Path) -> None:
         running.process.send_signal(signal.SIGUSR1)
         code, out, error = running.end()
     assert (code, f"requeued {slurm['SLURM_JOB_ID']}" in out) == (0, True), out + error
-    assert (folder / "out" / "stopped.json").exists()
-    assert not (folder / "out" / "metrics.jsonl").exists()
+    assert what_was_done_is_saved(folder)

@@ -62,14 +62,27 @@ def put_off() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
+def heed() -> None:
+    """Let stop signals through again that were put off, those that wait among them."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
 @contextmanager
 def noting() -> Iterator[StopRequest]:
-    """Note stop signals for as long as the block lasts, for who listens later; called on the main thread."""
+    """Note stop signals for as long as the block lasts, for who listens later; called on the main thread.
+
+    Where an error ends the block, what was noted waits again, as after `put_off`: nobody will listen.
+    """
     request = StopRequest()
     former = {number: signal.signal(number, lambda number, _: request.ask(number)) for number in STOP_SIGNALS}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    heed()
     try:
         yield request
+    except BaseException:
+        put_off()
+        if request.number:
+            signal.raise_signal(request.number)
+        raise
     finally:
         # It is done: a warning that comes, or is repeated, while the interpreter ends must not change the exit code.
         for number, handler in {**former, WARNING: signal.SIG_IGN}.items():
@@ -90,7 +103,7 @@ def stop_requests(request: StopRequest) -> Iterator[StopRequest]:
     reader = threading.Thread(target=_read, args=(theirs, request), name="stop requests", daemon=True)
     reader.start()
     # The server that forks ranks keeps them blocked, so that none is lost before somebody listens.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    heed()
     try:
         yield request
     finally:

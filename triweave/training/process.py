@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from triweave.errors import InputError, Problem
-from triweave.recovery.stop import StopRequest
+from triweave.recovery.stop import StopRequest, heed
 
 GRACE_S = 5.0
 """Time that ranks get to end by themselves after another has failed."""
@@ -97,4 +97,6 @@ def let_the_first_rank_speak() -> None:
     `GRACE_S` has met something of its own.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
+        # The launcher's signal may have come while it was put off or only noted.
+        heed()
         time.sleep(GRACE_S)
