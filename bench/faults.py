@@ -1,7 +1,7 @@
 """The fault campaign: plants faults of every kind into tiny runs on the CPU, and tells how each came out.
 
 python bench/faults.py                                  # all of it
-python bench/faults.py --quick                          # a sample, in about half a minute on two idle cores
+python bench/faults.py --quick                          # a sample, in about 40 s on two idle cores
 python bench/faults.py --only kills,hangs               # some of it
 python bench/faults.py --out bench/results/2026-11-30-faults.md
 """
