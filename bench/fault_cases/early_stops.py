@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fault_cases.kills import newest
-from fault_cases.restarts import LAUNCHER, RANKS, steps_done, wait_until
+from fault_cases.restarts import LAUNCHER, RANKS, end_of, marked, steps_done, wait_until
 from fault_cases.rows import Row
 from fault_cases.stops import stopped_at
 from fault_cases.workshop import course, make_files, make_run, start
@@ -29,7 +29,6 @@ from triweave.config.document import to_yaml
 from triweave.recovery.stop import STOPPED
 
 TRIES = 10
-END_S = 120.0
 KEYS = {"train.steps": 8, "checkpoint.every_steps": 4, "cluster": f"1x{RANKS}xcpu"}
 
 
@@ -62,27 +61,11 @@ class Started:
 
     def processes(self, *, ranks: bool = False) -> list[int]:
         """Process ids of all of it, or of its ranks under torchrun."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (folder / "environ").read_bytes()
-            except OSError:
-                continue
-            if self.mark.encode() in environment and (not ranks or b"LOCAL_RANK=" in environment):
-                found.append(int(folder.name))
-        return sorted(found)
+        return marked(self.mark, b"LOCAL_RANK=" if ranks else b"")
 
     def end(self) -> int:
         """Wait for its end; its exit code, -1 if it or a process of it does not end."""
-        try:
-            code = self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            code = -1
-        if not wait_until(lambda: not self.processes(), 30.0):
-            code = -1
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
-        return code
+        return end_of(self.process, self.processes)
 
 
 def is_ready(pid: int) -> bool:

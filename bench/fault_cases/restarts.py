@@ -53,15 +53,7 @@ class Launched:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks: torchrun puts each into a session of its own, and their environment stays."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (folder / "environ").read_bytes()
-            except OSError:
-                continue
-            if self.mark.encode() in environment and b"LOCAL_RANK=" in environment:
-                found.append(int(folder.name))
-        return sorted(found)
+        return marked(self.mark, b"LOCAL_RANK=")
 
     def rank_0(self) -> int | None:
         """Process id of the host's first rank."""
@@ -76,18 +68,37 @@ class Launched:
 
     def end(self) -> int:
         """Wait for torchrun's end, and see that no rank is left after it; returns its exit code, -1 if one is."""
-        try:
-            code = self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            code = -1
-        if not wait_until(lambda: not self.ranks(), 30.0):
-            code = -1
-        for pid in self.ranks():
-            os.kill(pid, signal.SIGKILL)
+        code = end_of(self.process, self.ranks)
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
         return code
+
+
+def marked(mark: str, also: bytes = b"") -> list[int]:
+    """Process ids of all that have `mark` in their environment, and `also`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if mark.encode() in environment and also in environment:
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def end_of(process: subprocess.Popen[bytes], others: Callable[[], list[int]]) -> int:
+    """Wait for the end of a process and of `others`; its exit code, -1 if it or one of them does not end."""
+    try:
+        code = process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        code = -1
+    if not wait_until(lambda: not others(), 30.0):
+        code = -1
+    for pid in others():
+        os.kill(pid, signal.SIGKILL)
+    return code
 
 
 def wait_until(condition: Callable[[], bool], within_s: float = END_S) -> bool:

@@ -88,8 +88,6 @@ def check_offload(resolved: ResolvedRun, process: Process, room: HostRoom) -> No
         InputError: its ranks offload more than the memory that it has; the message names what fits.
     """
     layout = resolved.layout
-    if not layout.offload:
-        return
     first = process.rank - process.local_rank
     ranks = range(first, min(first + process.local_world_size, layout.world_size))
     needed = _needed(resolved, layout, ranks)
