@@ -19,7 +19,7 @@ from torch import Tensor
 
 from triweave.groups import Group
 
-WARM_UP, TIMED = 4, 20
+WARM_UP, TIMED, ROUNDS = 4, 20, 5
 DTYPE = torch.bfloat16
 
 

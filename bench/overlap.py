@@ -6,7 +6,8 @@
 Sections, each on its own: a failure is printed and the next begins. `copies`: what the copy engines do, alone and
 beside a matrix product. `right`: results against plain collectives, and the same bits 20 times over while ranks are
 held up at random. `products`: each product alone (nothing communicated), with collectives, overlapped. `layers`: a
-whole decoder layer, forward and backward, in the same three ways. `trace`: one overlapped layer for a trace viewer.
+whole decoder layer, forward and backward, in the same three ways. `beside` and `parts`: where the exposed time comes
+from (`bench/exposure.py`). `trace`: one overlapped layer for a trace viewer.
 A section that takes longer than `--limit` seconds is taken for a hang, and ends the run; the table is printed still.
 """
 
@@ -28,7 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import DTYPE, Bench, Watchdog
+from exposure import beside, parts
+from measuring import DTYPE, ROUNDS, Bench, Watchdog
 from stand_ins import Alone, HeldUp
 from torch import Tensor, nn
 
@@ -51,7 +53,7 @@ from triweave.transport.interface import Transport
 from triweave.transport.messages import Messages
 from triweave.transport.plain import Collectives
 
-REPEATS, ROUNDS = 20, 5
+REPEATS = 20
 KEPT = "overlapped, inputs kept"
 """Overlapped as well, and gathered inputs kept for backward (`layout.keep_gathered`)."""
 MIB = 2**20
@@ -274,7 +276,25 @@ def trace(bench: Bench, overlapped: Transport) -> None:
         profiler.export_chrome_trace(str(bench.out.with_suffix(".trace.json.gz")))
 
 
-SECTIONS = {section.__name__: section for section in (copies, right, products, layers, trace)}
+def layer_parts(bench: Bench, overlapped: Transport) -> None:
+    """What each part of communication adds to a layer."""
+    for shape in shapes(bench.small):
+
+        def layer(transport: Transport, shape: Shape = shape) -> Callable[[], None]:
+            return decoder_layer(bench, shape, TensorParallel(bench.group, True, chosen=transport))
+
+        parts(bench, overlapped, layer, model=shape.name, seq=shape.seq)
+
+
+SECTIONS = {
+    "copies": copies,
+    "beside": beside,
+    "right": right,
+    "products": products,
+    "layers": layers,
+    "parts": layer_parts,
+    "trace": trace,
+}
 
 
 def measure(options: argparse.Namespace, process: Process) -> int:
@@ -305,7 +325,7 @@ def measure(options: argparse.Namespace, process: Process) -> int:
 def show(rows: list[dict[str, Any]]) -> None:
     """Everything found, one line each."""
     for row in rows:
-        if row["section"] in ("memory", "copies", "right"):
+        if row["section"] in ("memory", "copies", "right", "beside", "parts"):
             told = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "section")
             print(f"{row['section']:8} " + ", ".join(told))
     print(
