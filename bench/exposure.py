@@ -8,12 +8,11 @@ and the sums added, the copies between GPUs added, and at last the flags, which 
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from measuring import ROUNDS, Bench
+from measuring import Bench
 from stand_ins import Alone, Dropped
 from torch import Tensor
 
@@ -108,14 +107,8 @@ def parts(bench: Bench, overlapped: Transport, layer: Callable[[Transport], Call
         steps = {name: layer(kind(bench.group)) for name, kind in (("alone", Alone), ("in pieces", InPieces))}
     else:
         steps = {name: layer(transport) for name, transport in with_less(bench, overlapped).items()}
-    rounds = []
-    for _ in range(ROUNDS):
-        times = {}
-        for name, step in steps.items():
-            times[name] = bench.milliseconds(step)
-            bench.sync()  # those without flags run apart
-        rounds.append(times)
-    bench.add(section="parts", **row, **{name: statistics.median(each[name] for each in rounds) for name in steps})
+    bench.add(section="parts", **row, **bench.by_turns(steps))
+    bench.sync()
 
 
 def beside(bench: Bench, overlapped: Transport) -> None:

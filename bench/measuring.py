@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from triweave.groups import Group
 
-WARM_UP, TIMED, ROUNDS = 4, 20, 5
+WARM_UP, TIMED, TURNS = 4, 20, 60
 DTYPE = torch.bfloat16
 
 
@@ -102,6 +102,30 @@ class Bench:
             torch.cuda.synchronize()
             times = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
         return self.worst(statistics.median(times))
+
+    def by_turns(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        """Median time of each on the slowest rank, one call of each after the other.
+
+        A card at its power limit is as fast as what it did before lets it be: ways that are measured one after the
+        other, each many times, differ by more than what is to be told apart.
+        """
+        if self.device.type != "cuda":
+            return {name: self.milliseconds(function) for name, function in functions.items()}
+        for function in functions.values():
+            for _ in range(WARM_UP):
+                function()
+        self.sync()
+        times: dict[str, list[float]] = {name: [] for name in functions}
+        marks = [(name, torch.cuda.Event(enable_timing=True)) for _ in range(TURNS) for name in functions]
+        last = torch.cuda.Event(enable_timing=True)
+        for name, mark in marks:
+            mark.record()
+            functions[name]()
+        last.record()
+        torch.cuda.synchronize()
+        for (name, begin), (_, end) in itertools.pairwise([*marks, ("", last)]):
+            times[name].append(begin.elapsed_time(end))
+        return {name: self.worst(statistics.median(found)) for name, found in times.items()}
 
     def host_milliseconds(self, function: Callable[[], Any]) -> float:
         """Median time that the host needs to issue `function`, with nothing before it in the GPU's queues."""

@@ -18,7 +18,6 @@ import functools
 import json
 import os
 import random
-import statistics
 import sys
 import threading
 import traceback
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from exposure import beside, parts
-from measuring import DTYPE, ROUNDS, Bench, Watchdog
+from measuring import DTYPE, Bench, Watchdog
 from stand_ins import Alone, HeldUp
 from torch import Tensor, nn
 
@@ -250,11 +249,9 @@ def layers(bench: Bench, overlapped: Transport) -> None:
     """A whole layer: the figure that counts, and the time that the host needs to issue it."""
     for shape in shapes(bench.small):
         steps = {way: decoder_layer(bench, shape, ours) for way, ours in ways(bench, overlapped)}
-        # By turns, for a card that has been at work for longer runs slower: the last way would look worse than it is.
-        rounds = [{way: bench.milliseconds(step) for way, step in steps.items()} for _ in range(ROUNDS)]
-        ms = {way: statistics.median(each[way] for each in rounds) for way in steps}
+        ms = bench.by_turns(steps)
         host = {f"{way}_host": bench.host_milliseconds(step) for way, step in steps.items()}
-        exposed = {f"{way}_exposed": ms[way] / ms["alone"] - 1 for way in ("plain", "overlapped")}
+        exposed = {f"{way}_exposed": ms[way] / ms["alone"] - 1 for way in ("plain", "overlapped", KEPT)}
         bench.add(section="layers", model=shape.name, seq=shape.seq, **ms, **exposed, **host)
 
 

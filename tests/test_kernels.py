@@ -15,7 +15,7 @@ if not INTERPRETED and (DEVICE == "cpu" or find_spec("triton") is None):
     pytest.skip("neither a GPU with Triton nor Triton's interpreter", allow_module_level=True)
 
 from triweave.config.schema import OptimizerConfig  # noqa: E402
-from triweave.kernels import adamw, cross_entropy, fp8, norm, partial_sums, rotary, swiglu  # noqa: E402
+from triweave.kernels import adamw, copies, cross_entropy, fp8, norm, partial_sums, rotary, swiglu  # noqa: E402
 from triweave.kernels.noted import noted_amax  # noqa: E402
 from triweave.layers.rotary import Rotation  # noqa: E402
 
@@ -38,6 +38,22 @@ def near(ours: Tensor, theirs: Tensor, slack: float = 1.0) -> None:
     largest = theirs.abs().max().item()
     few = 2.0**-20 * largest if ours.dtype is torch.float32 else 2.0**-16 * largest
     torch.testing.assert_close(ours.double(), theirs.double(), rtol=rounding, atol=few * slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 2, 1000), (9, 1, 2048)])
+def test_both_places_get_every_number_and_nothing_beside_them(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Less than a block, blocks that are not full, and several; what lies next to a place stays."""
+    source = random(*shape, dtype=dtype)
+    room, out = (
+        torch.full((2, *shape), 7.0, device=DEVICE, dtype=dtype),
+        torch.full((3, *shape), 7.0, device=DEVICE, dtype=dtype),
+    )
+    copies.copy_to_both(source, room[0], out[1])
+    assert torch.equal(room[0], source)
+    assert torch.equal(out[1], source)
+    assert (room[1] == 7).all()
+    assert (out[::2] == 7).all()
 
 
 ROWS_AND_WIDTHS = [(1, 16), (5, 48), (7, 64), (3, 1000), (2, 2050)]

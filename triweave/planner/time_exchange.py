@@ -1,8 +1,8 @@
 """Seconds of tensor-parallel slices that copy engines carry behind products, as `transport.copy_engine` does it.
 
 A gather stages its slice, a copy inside the GPU; each peer's slice is pulled while the pieces before it are multiplied.
-A scatter pushes parts of a sum while the next is multiplied, and adds what arrived. What is kept whole takes one more
-copy of a rank's own slice. A product is cut where `overlap.pays_to_cut` says so, and then is as many smaller ones.
+A scatter pushes parts of a sum while the next is multiplied, and adds what arrived. For what is kept whole a rank's own
+slice is written once more. A product is cut where `overlap.pays_to_cut` says so, and then is as many smaller ones.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ Products = tuple[float, float, float]
 """Seconds of output, input gradient and weight gradient."""
 
 _STAGE = (Measured("copy", 4),)
+_STAGE_BOTH = (Measured("add", 6),)
+"""Read once and written twice: the bytes of an addition."""
 _SUM = (Measured("add", 6),)
 
 
@@ -42,7 +44,7 @@ def column_s(place: Place, weight: Linear, products: Products) -> tuple[float, f
     # Its input is gathered again for the weight gradient, beside the input gradient's product.
     pieces = _pieces(place, weight.out)
     room = (pieces - 1) / pieces * products[1] + products[2]
-    backward = 2 * _stage_s(place) + overlapped_s(2 * pulls, room, slowdown) + _sum_s(place)
+    backward = _stage_both_s(place) + overlapped_s(2 * pulls, room, slowdown) + _sum_s(place)
     return forward, backward + _cut_s(place, weight, pieces, products[1], "NN")
 
 
@@ -50,7 +52,7 @@ def row_s(place: Place, weight: Linear, products: Products) -> tuple[float, floa
     """What a row-parallel product's exchange adds to it, forward and backward."""
     pulls = _pulls_s(place)
     forward = _beside(place, weight, products[0], pulls, weight.inner, "NT") + _sum_s(place)
-    backward = 2 * _stage_s(place) + _beside(place, weight, products[1], pulls, weight.inner, "NN")
+    backward = _stage_both_s(place) + _beside(place, weight, products[1], pulls, weight.inner, "NN")
     return forward, backward
 
 
@@ -58,7 +60,7 @@ def _beside(place: Place, weight: Linear, product: float, copies: float, other: 
     """What is left of the copies beside a product, and what cutting it costs."""
     pieces = _pieces(place, other)
     room = (pieces - 1) / pieces * product
-    own = _stage_s(place) if pieces == 1 and operands == "NT" else 0.0
+    own = _stage_both_s(place) - _stage_s(place) if pieces == 1 and operands == "NT" else 0.0
     return overlapped_s(copies, room, place.slowdown("copies")) + own + _cut_s(place, weight, pieces, product, operands)
 
 
@@ -96,6 +98,10 @@ def _pulls_s(place: Place) -> float:
 
 def _stage_s(place: Place) -> float:
     return place.passes(place.own_tokens * place.decoder.hidden, 4, _STAGE)
+
+
+def _stage_both_s(place: Place) -> float:
+    return place.passes(place.own_tokens * place.decoder.hidden, 6, _STAGE_BOTH)
 
 
 def _sum_s(place: Place) -> float:

@@ -91,8 +91,10 @@ def _layers(session: Session, group: Group, recompute: tuple[Recompute, ...]) ->
         for kept, (begin, end) in zip(times, pairwise(marks), strict=True):
             kept.append((end - begin) / LAYERS)
     session.meet(group)
-    medians = [statistics.median(one[len(one) // 4 :]) for one in times]
-    return HostCost(tp, None, recompute, *(round(one, 9) for one in session.worst(medians, group)))
+    # Ranks of a group wait for each other in every layer, so the slower one counts each time, and no layer is left out:
+    # hosts are uneven, and a step is made of all its moments.
+    each = [session.worst(one[len(one) // 4 :], group) for one in times]
+    return HostCost(tp, None, recompute, *(round(statistics.fmean(one), 9) for one in each))
 
 
 def _replicas(session: Session, shard: Shard) -> HostCost:

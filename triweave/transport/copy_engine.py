@@ -11,9 +11,10 @@ place for one slice from each peer. One stream a rank moves what travels:
 What follows the sum is put off until the next exchange, which waits for the products anyway: FREE is told with STAGED,
 and waited for when a gather is over. That is one call to the driver less, and two events.
 
-Staging is a copy inside one GPU, which the driver does by a kernel: on the other stream it would wait for
-multiprocessors until the product beside it is nearly done, and the peers with it (`bench/overlap.py` shows it in its
-trace). Ahead of the product it takes 16 us for 32 MiB.
+Staging is a copy inside one GPU, which the driver does by a kernel, whichever of its calls asks for it: on the other
+stream it would wait for multiprocessors until the product beside it is nearly done, and the peers with it
+(`bench/overlap.py` shows it in its trace). Ahead of the product it takes 16 us for 32 MiB. Where the slice also goes
+into the gathered rows, both places are filled in one pass (`kernels/copies.py`).
 
 Why this cannot hang, however far ranks run apart: all make the same calls in the same order, and whatever is waited
 for was told earlier in that order. Of all waits that hang, the earliest would wait for something told before it, and
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from triweave.collectives import sum_parts
 from triweave.groups import Group
+from triweave.kernels.dispatch import uses_kernels
 from triweave.overlap import FLAG_BYTES, PIECE_S, exchange_bytes, pays_to_cut, pieces
 from triweave.transport.stream_flags import Flag, MemoryOperation, Signal, StreamFlags, cuda_driver, flag_bytes
 
@@ -84,7 +86,7 @@ class CopyEngines:
     places: tuple[int, ...]
     """Addresses, at each rank, of the slice from this one."""
     received: tuple[Tensor, ...]
-    """Bytes here of the slice from each rank."""
+    """Bytes here of the slice from each rank; from this one, of what it gives to its peers."""
     owners: tuple[object, ...] = ()
     """What keeps that memory mapped: addresses only point into it."""
     cuda: Any = torch.cuda
@@ -120,15 +122,13 @@ class CopyEngines:
         size = self.fitting(x.nbytes)
         order = self.pieces(x.shape[0] * x.shape[1], x.shape[2], other)
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-        source, to = x.data_ptr(), out.data_ptr()
+        to = out.data_ptr()
         products = self.cuda.current_stream()
         if self.num_settled < self.num_gathers:
             taken = self.mark(self.stream)
             products.wait_event(taken)
             self.spare.append(taken)
-        flags.copy(self.staged[group.rank], source, size, products.cuda_stream)
-        if whole or len(order) == 1:
-            flags.copy(to + group.rank * size, source, size, products.cuda_stream)
+        self.stage(x, out if whole or len(order) == 1 else None, products.cuda_stream)
         # Not before this: the memory of `out` may still be in use there.
         self.follow(products)
         ends = {piece[-1] for piece in order[1:]} or {self.peers[-1]}
@@ -143,6 +143,26 @@ class CopyEngines:
             flags.run(then, handle)
         self.num_gathers += 1
         return CopyGathering(order, x, out, arrivals, self, products)
+
+    def stage(self, x: Tensor, out: Tensor | None, stream: int) -> None:
+        """Put a slice where peers take it, and into its place in `out` if given, on the stream that computes."""
+        rank, flags = self.group.rank, self.flags
+        if out is not None and uses_kernels(x):
+            from triweave.kernels.copies import copy_to_both
+
+            size = x.shape[0]
+            copy_to_both(x, self.rooms(x)[rank], out[rank * size : (rank + 1) * size])
+            return
+        flags.copy(self.staged[rank], x.data_ptr(), x.nbytes, stream)
+        if out is not None:
+            flags.copy(out.data_ptr() + rank * x.nbytes, x.data_ptr(), x.nbytes, stream)
+
+    def rooms(self, like: Tensor) -> list[Tensor]:
+        """`received` as tensors of the shape and type of `like`."""
+        key = like.dtype, like.shape
+        if key not in self.views:
+            self.views[key] = [room[: like.nbytes].view(like.dtype).view(like.shape) for room in self.received]
+        return self.views[key]
 
     def scatter(self, tokens: tuple[int, int], moved: int, other: int) -> CopyScattering:
         """Types: partial -> shard(0). See `Transport`."""
@@ -271,19 +291,11 @@ class CopyScattering:
         self.products.wait_event(self.arrived)
         transport.num_settled = max(transport.num_settled, self.num_gathers)
         transport.spare.append(self.arrived)
-        key = own.dtype, own.shape
-        if key not in transport.views:
-            transport.views[key] = [_as(own, room) for room in transport.received]
-        parts = list(transport.views[key])
+        parts = list(transport.rooms(own))
         parts[rank] = own
         total = sum_parts(parts)
         transport.owes_free = True
         return total
-
-
-def _as(like: Tensor, room: Tensor) -> Tensor:
-    """The first bytes of `room` as a tensor of the shape and type of `like`."""
-    return room[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def copy_engines(group: Group, device: torch.device, slice_bytes: int) -> CopyEngines:
