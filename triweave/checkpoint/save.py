@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +17,7 @@ from triweave.checkpoint.manifest import Manifest, check_file
 from triweave.checkpoint.owner import Owner, check_owned
 from triweave.checkpoint.slices import Slices, SlicesSavePlanner
 from triweave.checkpoint.store import MANIFEST_FILE, DamagedCheckpoint, Store, reason_of
-from triweave.checkpoint.writer import CheckpointWriter
+from triweave.checkpoint.writer import CheckpointWriter, files_at_once
 from triweave.errors import RunFailed
 from triweave.groups import Group
 
@@ -54,12 +55,11 @@ def write_checkpoint(
                     check_owned(store, {name, store.hint() or name}, owner)
                 working = store.begin(name)
         working = attempt.agree(working)[0]
-        writer = CheckpointWriter(store, working)
+        writer = CheckpointWriter(store, working, files_at_once())
         with _Attempt(store, name, group) as attempt:
             _write_tensors(state, writer, group)
             if store.reads_back:
-                for file, record in writer.records.items():
-                    check_file(store, working, file, record, fresh=True)
+                _read_back(store, working, writer.records)
         said = attempt.agree({file: asdict(record) for file, record in writer.records.items()})
         with _Attempt(store, name, group) as attempt:
             if first:
@@ -118,6 +118,13 @@ def _write_tensors(state: dict[str, Slices], writer: CheckpointWriter, group: Gr
     plans, contents = planner.create_global_plan([planner.create_local_plan()])
     (plan,) = writer.prepare_global_plan(plans)
     writer.finish(contents, [writer.write_data(planner.finish_plan(plan), planner).value()])
+
+
+def _read_back(store: Store, folder: str, records: Mapping[str, FileRecord]) -> None:
+    """Compare what the disk has with what was written, as many files at once as were written at once."""
+    with ThreadPoolExecutor(files_at_once(), thread_name_prefix="read back") as threads:
+        for read in [threads.submit(check_file, store, folder, *record, fresh=True) for record in records.items()]:
+            read.result()
 
 
 def _cause(error: BaseException) -> str:

@@ -40,8 +40,10 @@ def offload_s(place: Place, layer: Work, num_layers: int, moved: Offloaded) -> t
     """What a stage's forward and backward take beyond their own work, for one micro-batch.
 
     A layer's tensors leave while the next layer computes, and come back while the one behind it runs backward; the
-    first ones to come back have the action before. Where a layer's copies take longer than a layer, each waits for the
-    rest. That copies of all GPUs of a node run at once at this speed was not measured.
+    first ones to come back have the action before. Where a layer's copies take longer than a layer, each layer but one
+    waits for the rest: nothing waits for the last layer to leave, and the first one to come back is still there (the
+    order of events, `tests/test_offload_time.py`; `bench/offload.py` on an H200). That copies of all GPUs of a node run
+    at once at this speed was not measured.
 
     Args:
         place: where the layers run.
@@ -57,8 +59,8 @@ def offload_s(place: Place, layer: Work, num_layers: int, moved: Offloaded) -> t
     later = 0.0 if moved.split else layer.backward_weight.total
     backward = layer.recompute.total + layer.backward_input.total + later
     return (
-        num_layers * overlapped_s(copies, layer.forward.total, slowdown),
-        num_layers * overlapped_s(copies, backward, slowdown),
+        (num_layers - 1) * overlapped_s(copies, layer.forward.total, slowdown),
+        (num_layers - 1) * overlapped_s(copies, backward, slowdown),
     )
 
 
