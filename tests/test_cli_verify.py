@@ -30,6 +30,32 @@ if __name__ == "__main__":
     main()
 """
 
+# triweave, but for a line a comparison and a reference that says which kernels torch may take. Ranks import it too.
+TELLER = """\
+import sys
+
+import torch
+
+from triweave.verify import run
+
+
+def telling(function, name):
+    def told(*arguments):
+        print(name, torch.are_deterministic_algorithms_enabled(), file=sys.stderr, flush=True)
+        return function(*arguments)
+
+    return told
+
+
+run.compute_reference = telling(run.compute_reference, "reference")
+run.compare_with_reference = telling(run.compare_with_reference, "layout")
+
+if __name__ == "__main__":
+    from triweave.cli import main
+
+    main()
+"""
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -63,3 +89,14 @@ def test_wrong_weights_of_one_rank_are_named(source: Path, tmp_path: Path) -> No
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-1] == "DIFFERENT: the first to differ is model.layers.2.mlp"
     assert "error" not in done.stderr
+
+
+def test_kernels_are_those_of_the_run(source: Path, tmp_path: Path) -> None:
+    """With `runtime.deterministic` every rank, and the reference in both precisions, run with such kernels alone."""
+    folder = linked_workspace(source, tmp_path / "here")
+    (folder / "driver.py").write_text(TELLER)
+    words = "--runtime.deterministic=true", "--model.dtype=bfloat16"
+    done = triweave("verify", "run.yaml", *words, cwd=folder, module=("driver",))
+    assert done.returncode == 0, done.stderr
+    told = sorted(line for line in done.stderr.splitlines() if line.startswith(("layout", "reference")))
+    assert told == ["layout True"] * 4 + ["reference True"] * 2

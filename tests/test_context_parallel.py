@@ -155,7 +155,7 @@ def documents_by_edges() -> Iterator[None]:
         return grads
 
     with (
-        patch.object(context_parallel, "_takes_edges", lambda q: True),
+        patch.object(context_parallel, "takes_edges", lambda q, backends: True),
         patch.object(context_parallel, "attend_documents", forward),
         patch.object(context_parallel, "attend_documents_backward", backward),
     ):

@@ -41,6 +41,20 @@ def takes_cudnn(q: Tensor) -> bool:
     return fits and not torch.are_deterministic_algorithms_enabled()
 
 
+def takes_edges(q: Tensor, backends: Collection[SDPBackend]) -> bool:
+    """Whether packed documents are computed from edge to edge, by FlashAttention; elsewhere a mask says who sees whom.
+
+    Its form for documents has no float32, wants rows of whole 16 bytes and fills none up (`flash_api.cpp`).
+
+    Args:
+        q: queries, whose last dim is the head's.
+        backends: what may compute it; empty where nobody has chosen.
+    """
+    allowed = not backends or SDPBackend.FLASH_ATTENTION in backends
+    fits = q.dtype is not torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.is_cuda and allowed and fits
+
+
 def attend_part(
     q: Tensor, k: Tensor, v: Tensor, sight: Sight, backends: Collection[SDPBackend]
 ) -> tuple[Tensor, Tensor]:
