@@ -1,6 +1,6 @@
 """Runs that survive, on this machine's GPUs: everything about recovery that a CPU cannot show, in one call.
 
-    python bench/survive.py --out survive.md        # two GPUs, NCCL; about four minutes
+    python bench/survive.py --out runs/survive.md   # two GPUs, NCCL; about four minutes
     python bench/survive.py --device cpu            # a rehearsal with gloo
 
 With deterministic kernels, for a layout that shares tensors and for one that shares data: a run is stopped by
@@ -41,6 +41,7 @@ from fault_cases.public import not_a_number, other_type, stop_at
 from fault_cases.rows import Row
 from fault_cases.stops import stopped_at
 from fault_cases.workshop import Outcome, Plant, course, make_run, note_when, start
+from result_file import result_file
 
 from triweave.recovery.agreement import calls_from_json, calls_to_json, differing_collectives
 from triweave.recovery.statement import recorded_collectives
@@ -72,7 +73,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.device_count() > 1 else "cpu")
     parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=["tp2", "dp2"])
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="parts")
-    parser.add_argument("--out", type=Path, help="the table goes here too")
+    parser.add_argument("--out", type=result_file, help="the table goes here too")
     options = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="triweave-survive-") as name:
