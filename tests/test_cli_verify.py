@@ -30,12 +30,14 @@ if __name__ == "__main__":
     main()
 """
 
-# triweave, but for a line a comparison and a reference that says which kernels torch may take. Ranks import it too.
+# triweave, but for a line where something is computed that says which kernels torch may take. Ranks import it too.
 TELLER = """\
 import sys
 
 import torch
 
+from triweave.dryrun import on_gpu
+from triweave.training import loop
 from triweave.verify import run
 
 
@@ -49,6 +51,8 @@ def telling(function, name):
 
 run.compute_reference = telling(run.compute_reference, "reference")
 run.compare_with_reference = telling(run.compare_with_reference, "layout")
+loop.train_step = telling(loop.train_step, "step")
+on_gpu.train_step = telling(on_gpu.train_step, "alone")
 
 if __name__ == "__main__":
     from triweave.cli import main
@@ -91,12 +95,22 @@ def test_wrong_weights_of_one_rank_are_named(source: Path, tmp_path: Path) -> No
     assert "error" not in done.stderr
 
 
-def test_kernels_are_those_of_the_run(source: Path, tmp_path: Path) -> None:
-    """With `runtime.deterministic` every rank, and the reference in both precisions, run with such kernels alone."""
+@pytest.mark.parametrize(
+    ("words", "computed"),
+    [
+        (("verify", "run.yaml", "--model.dtype=bfloat16"), {"layout": 4, "reference": 2}),
+        (("train", "run.yaml", "--train.steps=1", "--optimizer.warmup_steps=0"), {"step": 4}),
+        (("check", "run.yaml", "--on-gpu", "--device=cpu", "--rank=3"), {"alone": 4}),
+    ],
+    ids=["verify", "train", "check"],
+)
+def test_kernels_are_those_of_the_run(
+    source: Path, tmp_path: Path, words: tuple[str, ...], computed: dict[str, int]
+) -> None:
+    """With `runtime.deterministic` every verb that computes for a run takes such kernels alone, its reference too."""
     folder = linked_workspace(source, tmp_path / "here")
     (folder / "driver.py").write_text(TELLER)
-    words = "--runtime.deterministic=true", "--model.dtype=bfloat16"
-    done = triweave("verify", "run.yaml", *words, cwd=folder, module=("driver",))
+    done = triweave(*words, "--runtime.deterministic=true", cwd=folder, module=("driver",))
     assert done.returncode == 0, done.stderr
-    told = sorted(line for line in done.stderr.splitlines() if line.startswith(("layout", "reference")))
-    assert told == ["layout True"] * 4 + ["reference True"] * 2
+    told = sorted(line for line in done.stderr.splitlines() if line.startswith(tuple(computed)))
+    assert told == [f"{name} True" for name, count in computed.items() for _ in range(count)]

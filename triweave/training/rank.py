@@ -79,8 +79,8 @@ class Rank:
     def check_collectives(self) -> None:
         """See that all ranks have called the same collectives so far. All ranks call it together, after a step.
 
-        Of gloo's only: NCCL's records have not been held against this yet (`bench/survive.py --only collectives`), and a
-        false alarm would stop a good run.
+        Of gloo's only: NCCL's records have not been held against this (`bench/survive.py --only collectives` does it),
+        and a false alarm would stop a good run.
 
         Raises:
             RunFailed: one has not.
