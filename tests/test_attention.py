@@ -192,8 +192,8 @@ def test_packed_documents_go_through_the_kernel_asked_for(
             out = attend_in_context(q, k, v, documents, group, chosen.backends)
     assert out.shape == q.shape
     assert operation in seen.names
-    assert chosen.in_words(dtype, packed=True) == shown
-    assert chosen.in_words(dtype, packed=False) == shown.partition(";")[0]
+    assert chosen.in_words(dtype, 64, packed=True) == shown
+    assert chosen.in_words(dtype, 64, packed=False) == shown.partition(";")[0]
 
 
 def test_heads_that_flash_cannot_take_are_packed_behind_a_mask() -> None:
@@ -201,8 +201,10 @@ def test_heads_that_flash_cannot_take_are_packed_behind_a_mask() -> None:
     meta = torch.device("meta")
     with Operations() as seen, Card("auto", lambda storage: None):
         q = torch.empty(16, 1, 4, 100, dtype=torch.bfloat16, device=meta)
-        attend(q, q, q, documents_of([[6, 10]]).to(meta), choose_kernel("auto", meta))
+        chosen = choose_kernel("auto", meta)
+        attend(q, q, q, documents_of([[6, 10]]).to(meta), chosen)
     assert "_varlen_attn" not in seen.names
+    assert chosen.in_words(torch.bfloat16, 100, packed=True) == "flash, else math; packed documents behind a mask"
 
 
 def test_deterministic_runs_leave_cudnn() -> None:
@@ -213,6 +215,8 @@ def test_deterministic_runs_leave_cudnn() -> None:
         torch.use_deterministic_algorithms(True)
         try:
             chosen.append(_kernel(q, Sight(), tuple(BACKENDS.values())))
+            shown = choose_kernel("auto", q.device).in_words(q.dtype, 64, packed=False)
         finally:
             torch.use_deterministic_algorithms(False)
+    assert shown == "flash, else efficient"
     assert chosen == [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]

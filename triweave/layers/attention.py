@@ -14,13 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from triweave.groups import Group, alone
-from triweave.layers.attention_kernels import takes_edges
+from triweave.layers.attention_kernels import cudnn_fits, edges_fit, takes_edges
 from triweave.layers.context_parallel import attend_in_context
 from triweave.layers.documents import ContextDocuments, Documents, Packed, block_causal_mask
 from triweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from triweave.layers.rotary import Rotation, rotate_queries_and_keys
 from triweave.layers.tensor_parallel import TensorParallel
 from triweave.model_spec import ModelSpec
+from triweave.rules import HEAD_STEP
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -38,15 +39,15 @@ class AttentionKernel:
     backends: tuple[SDPBackend, ...] = ()
     """Empty leaves the choice to torch (the CPU)."""
 
-    def in_words(self, dtype: torch.dtype, *, packed: bool) -> str:
+    def in_words(self, dtype: torch.dtype, head_dim: int, *, packed: bool) -> str:
         """What the log shows: the kernel of whole sequences and, where some are `packed`, that of their documents."""
         if not self.backends:
             return "torch on cpu"
-        exact = torch.are_deterministic_algorithms_enabled()
-        left_out = {"cudnn", "flash"} if dtype is torch.float32 else {"cudnn"} if exact else set()
-        names = [name for name, backend in BACKENDS.items() if backend in self.backends and name not in left_out]
+        rows_fit = head_dim % HEAD_STEP == 0
+        able = {"cudnn": cudnn_fits(dtype, head_dim), "flash": dtype is not torch.float32, "efficient": rows_fit}
+        names = [name for name, backend in BACKENDS.items() if backend in self.backends and able.get(name, True)]
         shown = ", else ".join(names[:2])
-        documents = "by flash" if "flash" in names else "behind a mask"
+        documents = "by flash" if "flash" in names and edges_fit(dtype, head_dim) else "behind a mask"
         return f"{shown}; packed documents {documents}" if packed else shown
 
 
