@@ -17,10 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
+from result_file import result_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -166,7 +166,7 @@ def measure(device: torch.device, small: bool) -> Iterator[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("attention.json"))
+    parser.add_argument("--out", type=result_file, default="runs/attention.json")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and not options.small else "cpu")
     rows = []

@@ -4,7 +4,7 @@
     python bench/campaign.py --run --seconds 330            # two H200; appends rows, a second call goes on
     python bench/campaign.py --table                        # any machine; reads both files, computes nothing anew
     python bench/campaign.py --predict --run --table --times-only --seed 1 --profile here.yaml   # step times, in one go
-    python bench/campaign.py --predict --run --table --small --results rehearsal   # a rehearsal on a CPU
+    python bench/campaign.py --predict --run --table --small --results runs/rehearsal   # a rehearsal on a CPU
 
 `--predict` writes for every configuration what `triweave check` says of its ranks (allocated, reserved, used), what the
 planner's closed form says, and the planner's step time and range with the machine profile of `--profile`;
@@ -32,6 +32,7 @@ from campaign_cases import Case, draw_cases, from_json
 from campaign_measure import Session, run_campaign
 from campaign_table import table
 from measuring import without_gpu
+from result_file import result_file
 
 from triweave.dryrun.memory import RankMemory, rank_memory
 from triweave.layout import Coordinates
@@ -40,8 +41,6 @@ from triweave.planner.memory import StageMemory, predict_memory
 from triweave.planner.profile import Profile
 from triweave.planner.profile_machine import machine_from_profile, profile_of
 from triweave.planner.time_step import predict_step
-
-RESULTS = Path(__file__).parent / "results" / "campaign"
 
 
 def predict(case: Case, profile: Profile) -> dict[str, Any]:
@@ -122,7 +121,6 @@ def write_predictions(path: Path, profile: str, seed: int, *, small: bool, times
     flags = f"{' --times-only' if times_only else ''}{' --small' if small else ''}"
     command = f"python bench/campaign.py --predict --seed {seed} --profile {Path(profile).name}{flags}"
     head = {"command": command, "torch": torch.__version__, "profile": measured.source}
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**head, "cases": found}, indent=1), encoding="utf-8")
     print(f"predicted {len(cases)} configurations in {time.monotonic() - begin:.0f} s: {path}", file=sys.stderr)
 
@@ -137,7 +135,9 @@ def main() -> int:
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="beginning of the three files' names")
+    parser.add_argument(
+        "--results", type=result_file, default="runs/campaign", help="beginning of the three files' names"
+    )
     parser.add_argument("--profile", default="h200", help="machine profile: a file, or one that comes with the package")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=330.0, help="no configuration is begun later than this")

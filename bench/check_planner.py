@@ -1,6 +1,6 @@
 """The check without a GPU against the planner's closed form, and against peaks that were measured.
 
-    python bench/check_planner.py                 # 60 drawn configurations; writes bench/results/check_planner.md
+    python bench/check_planner.py                 # 60 drawn configurations; writes runs/check_planner.md
     python bench/check_planner.py --draws 6       # a rehearsal
     python bench/check_planner.py --smoke         # the check against the peaks of bench/smoke.py, printed
 
@@ -22,6 +22,7 @@ from typing import Any
 
 import smoke
 import torch
+from result_file import result_file
 from speed import LAYOUTS, cases
 
 from triweave.catalogue import find_model
@@ -177,7 +178,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "check_planner.md")
+    parser.add_argument("--out", type=result_file, default="runs/check_planner.md")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.smoke:

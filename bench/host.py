@@ -1,6 +1,6 @@
 """The host's time of a training step: our engine and layers with tensors so small that a GPU waits for the host.
 
-    python bench/host.py --speed speed.json         # two GPUs; beside the steps that bench/speed.py measured
+    python bench/host.py --speed runs/speed.json    # two GPUs; beside the steps that bench/speed.py measured
     python bench/host.py --small                    # two CPU processes and few layers, a rehearsal
 
 As many layers and micro-batches as the model has, at hidden size 64 and sequence 16: what is left of a step is Python,
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from result_file import result_file
 from speed import LAYOUTS, measure_one
 
 from triweave.config.schema import RuntimeConfig
@@ -98,7 +99,7 @@ def measure(todo: list[Job], out: Path, process: Process) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("host.json"))
+    parser.add_argument("--out", type=result_file, default="runs/host.json")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", default="", help="rows whose model and layout, 'model, layout', hold this")
     parser.add_argument("--speed", type=Path, help="what bench/speed.py wrote: steps of the real models")

@@ -88,7 +88,7 @@ def layer_passes(tp: int, counted: Counted) -> tuple[Callable[[], Tensor], Calla
     """Forward and backward of a layer on one of `tp` ranks."""
     transport = engines(tp, counted, room=SEQ * SPEC.hidden_size * 4) if tp > 1 else None
     parallel = TensorParallel(transport.group, True, chosen=transport) if transport else TensorParallel()
-    layer = DecoderLayer(SPEC, parallel, AttentionKernel("as on a GPU", tuple(BACKENDS.values())), ())
+    layer = DecoderLayer(SPEC, parallel, AttentionKernel(tuple(BACKENDS.values())), ())
     for parameter in layer.parameters():
         parameter.data.normal_(0, 0.02)
     x = torch.randn(SEQ // tp, 1, SPEC.hidden_size, requires_grad=True)

@@ -1,7 +1,7 @@
 """One rank of a big job for real on one GPU, its other ranks not there; and the out-of-memory error of plain FSDP.
 
-    python bench/one_rank.py --out one_rank.json        # one GPU with more than 80 GB; about 150 s
-    python bench/one_rank.py --small                    # a CPU, a rehearsal
+    python bench/one_rank.py            # one GPU with more than 80 GB; about 150 s; writes runs/one_rank.json
+    python bench/one_rank.py --small    # a CPU, a rehearsal
 
 Llama-3-70B on 4 x 8 H100-80GB: middle, first and last stage with their real shapes, kernels and optimizer states, in
 80 GB. Collectives are local copies, so times are of the rank's computation. What `triweave check` says of a rank is
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from measuring import without_gpu
+from result_file import result_file
 
 from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
@@ -276,7 +277,7 @@ class Bench:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("one_rank.json"))
+    parser.add_argument("--out", type=result_file, default="runs/one_rank.json")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--seconds", type=float, default=140.0, help="no rank is begun later than this")

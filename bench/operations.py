@@ -1,6 +1,6 @@
 """What single operations of a layer reach: the constants that the time model takes for them, measured.
 
-    python bench/operations.py --out operations.json      # one GPU
+    python bench/operations.py      # one GPU; writes runs/operations.json
     python bench/operations.py --small                    # CPU, a rehearsal
 
 Three questions. How much of a copy's bandwidth do element-wise kernels reach on whole tensors, on halves of a tensor
@@ -16,10 +16,10 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from measuring import wait
+from result_file import result_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
@@ -101,7 +101,7 @@ def products(tokens: int, n: int, k: int, device: torch.device, for_s: float) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("operations.json"))
+    parser.add_argument("--out", type=result_file, default="runs/operations.json")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     device = torch.device("cpu" if options.small or not torch.cuda.is_available() else "cuda")

@@ -1,6 +1,6 @@
 """Tensor-parallel communication behind products: what is hidden, what is not, and whether the results are right.
 
-    python bench/overlap.py --out overlap.json      # the GPUs of one host: TP over all of them
+    python bench/overlap.py          # the GPUs of one host: TP over all of them; writes runs/overlap.json
     python bench/overlap.py --small                 # two CPU processes, messages in place of copy engines
 
 Sections, each on its own: a failure is printed and the next begins. `copies`: what the copy engines do, alone and
@@ -23,13 +23,13 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from exposure import beside, parts
 from measuring import DTYPE, Bench, Watchdog
+from result_file import result_file
 from stand_ins import Alone, HeldUp
 from torch import Tensor, nn
 
@@ -344,7 +344,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("overlap.json"))
+    parser.add_argument("--out", type=result_file, default="runs/overlap.json")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--ranks", type=int, default=0, help="left out, every GPU of this host; 2 with --small")
     parser.add_argument("--sections", default=",".join(SECTIONS))

@@ -1,13 +1,13 @@
 """Step times predicted and measured: the planner's time model held against published runs.
 
-    python bench/predict_time.py [ROWS.csv ...] [--docs docs/planner-time.md]
+    python bench/predict_time.py [ROWS.csv ...] [--out bench/results] [--docs docs/planner-time.md]
 
 Folds: the two numbers of a stack (its efficiency, the share of the links it reaches) fitted on one group of
 measurements and tried on groups that had no part in it, beside a baseline with one fitted efficiency constant.
 Unseen GPUs: every row of a GPU priced without a number that came from it. Sources: every row with the constants that
 ship. Then this project's own runs, what the rows themselves can bear (runs measured twice, the order that noise
 allows, FLOP conventions), the largest misses, and the rows that cannot be priced with the reason.
-Writes bench/results/predict_time.md and .json; with --docs the tables are put into the page as well.
+Writes predict_time.md and .json into --out, runs/ if it is not given; with --docs the tables are put into the page too.
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ def tables(cases: Sequence[Case], left_out: Counter[tuple[str, str]]) -> tuple[s
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Step times predicted and measured.")
     parser.add_argument("rows", nargs="*", type=Path, default=[DATA / name for name in FILES])
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of what is written")
     parser.add_argument("--docs", type=Path, help="page whose tables are replaced")
     options = parser.parse_args(arguments)
     absent = [str(path) for path in options.rows if not path.is_file()]
@@ -191,10 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no such file: {', '.join(absent)}", file=sys.stderr)
         return 2
     text, numbers = tables(*read(options.rows))
-    results = ROOT / "bench" / "results"
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "predict_time.md").write_text(text, encoding="utf-8")
-    (results / "predict_time.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "predict_time.md").write_text(text, encoding="utf-8")
+    (options.out / "predict_time.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     if options.docs:
         page = options.docs.read_text(encoding="utf-8")
         before, _, rest = page.partition(MARKS[0])

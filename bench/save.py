@@ -1,7 +1,7 @@
 """How long training waits for a save, and what the save costs beside it: one rank's states of Llama-3-70B on 32 GPUs.
 
-    python bench/save.py --folder /scratch/save --out save.json     # one GPU with more than 80 GB; under a minute
-    python bench/save.py --small                                    # a CPU, a rehearsal
+    python bench/save.py --folder /scratch/save    # a GPU with more than 80 GB; under a minute; writes runs/save.json
+    python bench/save.py --small                   # a CPU, a rehearsal
 
 The rank of TP 8 x PP 4: 20 layers of the 80, an eighth of each, float32 masters and both moments, 26 GB. All of it is
 copied to pinned host memory, beside what one plain copy of 1 GiB reaches on this machine. Then a fifth of it is saved
@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from result_file import result_file
 
 from triweave.catalogue import find_model
 from triweave.checkpoint.host_copy import HostCopy
@@ -44,7 +45,7 @@ PROGRESS = RunProgress(1, 0, 1, "bench", "a rank")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="on the disk that is to be measured; left out, a temporary one")
-    parser.add_argument("--out", type=Path, default=Path("save.json"))
+    parser.add_argument("--out", type=result_file, default="runs/save.json")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not options.small else torch.device("cpu")

@@ -1,6 +1,6 @@
 """Every axis that two GPUs allow, and shard groups on four: `verify` in float32 and bfloat16, then some training.
 
-    python bench/smoke.py --out results.json            # GPUs (NCCL), or CPU processes (gloo)
+    python bench/smoke.py            # GPUs (NCCL), or CPU processes (gloo); writes runs/smoke.json
 
 Shard groups need four ranks; with two or three GPUs they are skipped, and that is said.
 
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from result_file import result_file
 
 from triweave.config.schema import (
     DataConfig,
@@ -224,7 +225,7 @@ def command_line(run: Run, folder: Path) -> dict[str, list[float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("smoke.json"))
+    parser.add_argument("--out", type=result_file, default="runs/smoke.json")
     parser.add_argument(
         "--only", default="", help="layouts with these names, between commas; without the command line's part"
     )

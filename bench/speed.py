@@ -1,6 +1,6 @@
 """Step time and peak memory of our own trainer on the GPUs at hand, beside what the planner said before the run.
 
-    python bench/speed.py --out speed.json          # two GPUs: Llama-3-8B and 70B-shaped layers
+    python bench/speed.py            # two GPUs: Llama-3-8B and 70B-shaped layers; writes runs/speed.json
     python bench/speed.py --small                   # two CPU processes, a rehearsal
     python bench/speed.py --only dp2 --trace DIR    # one step more, profiled: which communication is exposed
     python bench/speed.py --only dp2 --overlap-dp auto,off   # copy engines, and the same by collectives
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from exposed import communication
+from result_file import result_file
 from torch.profiler import ProfilerActivity, profile
 
 from triweave.catalogue import find_model
@@ -142,7 +143,7 @@ def trace_step(engine: Engine, work: Batch, file: Path) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("speed.json"))
+    parser.add_argument("--out", type=result_file, default="runs/speed.json")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", default="", help="layouts whose name holds one of these, between commas")
     parser.add_argument("--model", default="", help="models whose name holds this")

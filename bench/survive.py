@@ -1,6 +1,6 @@
 """Runs that survive, on this machine's GPUs: everything about recovery that a CPU cannot show, in one call.
 
-    python bench/survive.py --out survive.md        # two GPUs, NCCL; about four minutes
+    python bench/survive.py --out runs/survive.md   # two GPUs, NCCL; about four minutes
     python bench/survive.py --device cpu            # a rehearsal with gloo
 
 With deterministic kernels, for a layout that shares tensors and for one that shares data: a run is stopped by
@@ -11,7 +11,9 @@ that was never stopped, bit for bit.
 Then faults are planted. Hangs: the watch must name the rank within its limit and 2 s, and nobody may be left. A NaN:
 the optimizer's kernel must leave weights and moments as they were. The end of memory: the message names rank and
 place, and a snapshot is written (GPUs). Collectives as torch's flight recorder has them (NCCL's on GPUs) are held
-against one another: those of a good run must agree, and an int32 sum among float32 ones must be named.
+against one another after the first step: those of a good run must agree, on every layout of two ranks, and an int32
+sum among float32 ones must be named. `train` does that with gloo alone until this part (`--only collectives`) has been
+good on GPUs.
 
 Last, what it costs: `bench/save.py` and `bench/watch_cost.py`. The table is printed last.
 """
@@ -41,6 +43,7 @@ from fault_cases.public import not_a_number, other_type, stop_at
 from fault_cases.rows import Row
 from fault_cases.stops import stopped_at
 from fault_cases.workshop import Outcome, Plant, course, make_run, note_when, start
+from result_file import result_file
 
 from triweave.recovery.agreement import calls_from_json, calls_to_json, differing_collectives
 from triweave.recovery.statement import recorded_collectives
@@ -64,6 +67,11 @@ SEQ = {"cuda": 512, "cpu": 16}
 LIMIT_S = {"cuda": 8, "cpu": 3}
 """Of a hang. A process's first step on a GPU loads kernels: some seconds."""
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"layout.tp": 2}, "dp2": {"layout.dp": 2}, "pp2": {"layout.pp": 2}}
+COMPARED: dict[str, dict[str, Any]] = LAYOUTS | {
+    "cp2": {"layout.cp": 2},
+    "dp2 full": {"layout.dp": 2, "layout.shard": "full"},
+}
+"""Layouts whose collectives are compared."""
 
 
 def main() -> int:
@@ -72,7 +80,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.device_count() > 1 else "cpu")
     parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=["tp2", "dp2"])
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="parts")
-    parser.add_argument("--out", type=Path, help="the table goes here too")
+    parser.add_argument("--out", type=result_file, help="the table goes here too")
     options = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="triweave-survive-") as name:
@@ -132,7 +140,7 @@ def make_files(folder: Path, device: str) -> None:
 def keys_for(device: str, layout: str, **more: Any) -> dict[str, Any]:
     """Of a run file, for `make_run`."""
     return {
-        **LAYOUTS[layout],
+        **COMPARED[layout],
         "runtime.device": device,
         "runtime.deterministic": "true",
         "runtime.timeout_s": 90,
@@ -287,38 +295,54 @@ def out_of_memory(folder: Path, device: str, layouts: list[str]) -> Iterator[Row
     shutil.rmtree(resolved.run.output_dir)
 
 
-def keep_collectives(plant: Callable[[], None] | None, folder: Path, process: Process) -> None:
-    """Write down what the flight recorder has after the first step, instead of the comparison that gloo gets."""
+def compare_collectives(plant: Callable[[], None] | None, folder: Path, process: Process) -> None:
+    """Compare after the first step on GPUs too, as `train` does with gloo, and write down what the records held."""
     if plant is not None and process.rank == 1:
         plant()
 
-    def keep(self: rank_module.Rank) -> None:
+    def compare(self: rank_module.Rank) -> None:
+        begun = time.monotonic()
         text = calls_to_json(recorded_collectives())
+        read_s = time.monotonic() - begun
         (folder / f"collectives-{process.rank}.json").write_text(text, encoding="utf-8")
+        (folder / f"seconds-{process.rank}").write_text(str(read_s), encoding="utf-8")
+        rank_module.check_collectives(self.meeting, process.rank, process.world_size, self.timeout_s)
 
-    rank_module.Rank.check_collectives = keep  # type: ignore[method-assign]
+    rank_module.Rank.check_collectives = compare  # type: ignore[method-assign]
 
 
 def compared(folder: Path, device: str, layouts: list[str]) -> Iterator[Row]:
-    """Flight records of a good run agree, on every layout; an int32 sum among float32 ones is named."""
+    """The comparison passes a good run of every layout; an int32 sum among float32 ones is named, and ends the run.
+
+    On GPUs the records must be NCCL's: those of gloo's control group alone would pass too.
+    """
     off = {"runtime__overlap_tp": "off", "runtime__overlap_dp": "off", "checkpoint__every_steps": 0, "train__steps": 2}
     off["checkpoint__export"] = "false"
-    tried = [(layout, overlap, None) for layout in LAYOUTS for overlap in ("off", "auto")]
+    tried = [(layout, overlap, None) for layout in COMPARED for overlap in ("off", "auto")]
     for layout, overlap, plant in [*tried, ("dp2", "off", other_type)]:
         keys = keys_for(device, layout, **{**off, "runtime__overlap_tp": overlap, "runtime__overlap_dp": overlap})
         resolved, prepared = make_run(folder, "collectives", keys)
-        outcome: Outcome = start(resolved, prepared, partial(keep_collectives, plant))
-        files = sorted(Path(resolved.run.output_dir).glob("collectives-*.json"))
-        by_rank = [calls_from_json(file.read_text(encoding="utf-8")) for file in files]
+        outcome: Outcome = start(resolved, prepared, partial(compare_collectives, plant))
+        output = Path(resolved.run.output_dir)
+        by_rank = [
+            calls_from_json(file.read_text(encoding="utf-8")) for file in sorted(output.glob("collectives-*.json"))
+        ]
+        seconds = [float(file.read_text(encoding="utf-8")) for file in output.glob("seconds-*")]
+        held = sum(len(calls) for rank in by_rank for calls in rank.values())
+        called = sum(max(calls) for rank in by_rank for calls in rank.values())
+        groups = sorted({group for rank in by_rank for group in rank})
         problems = differing_collectives(by_rank) if by_rank else []
-        count = sum(len(calls) for group in by_rank for calls in group.values())
-        groups = sorted({group for calls in by_rank for group in calls})
-        good = len(by_rank) == 2 and count > 0 and bool(problems) == (plant is not None)
-        good = good and (plant is None or "rank 1: called" in problems[0])
-        detail = f"{count} collectives on groups {groups}; {'; '.join(problems)[:200] or 'no difference'}"
-        name = f"flight records: {'int32 among float32, ' if plant else ''}{layout}, overlap {overlap}"
+        good = len(by_rank) == 2 and held > 0 and bool(problems) == (plant is not None)
+        good = good and (device == "cpu" or any(group.endswith("(nccl)") for group in groups))
+        good = good and outcome.code == (0 if plant is None else 1)
+        good = good and (plant is None or "rank 1: called" in outcome.said)
+        what = "; ".join(problems)[:200] or "no difference"
+        detail = (
+            f"{held} of {called} collectives held, groups {groups}, read in {max(seconds, default=0):.3f} s; {what}"
+        )
+        name = f"collectives: {'int32 among float32, ' if plant else ''}{layout}, overlap {overlap}"
         yield Row(name, 1, int(good), detail if good else f"{detail}; code {outcome.code}: {outcome.said[-400:]}")
-        shutil.rmtree(resolved.run.output_dir)
+        shutil.rmtree(output)
 
 
 def costs(folder: Path, device: str, layouts: list[str]) -> Iterator[Row]:

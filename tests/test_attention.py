@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from triweave.dryrun.card import Card
+from triweave.dryrun.lone_rank import lone_rank
+from triweave.groups import Group
 from triweave.layers.attention import (
     BACKENDS,
     AttentionKernel,
@@ -22,6 +26,8 @@ from triweave.layers.attention import (
     choose_kernel,
 )
 from triweave.layers.attention_kernels import Sight, _kernel
+from triweave.layers.context_parallel import attend_in_context
+from triweave.layers.documents import documents_in_context
 from triweave.layers.rotary import Rotation, inverse_frequencies, make_rotation
 from triweave.model_spec import ModelSpec, RopeScaling
 
@@ -93,9 +99,12 @@ def documents_of(lengths: list[list[int]]) -> Documents:
     return Documents(ids, torch.tensor(flat).cumsum(0, dtype=torch.int32), max(flat))
 
 
+@pytest.mark.parametrize("kernel", [AttentionKernel(), AttentionKernel((SDPBackend.MATH,))], ids=["torch", "math"])
 @settings(max_examples=15)
 @given(data=st.data(), heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]), batch=st.integers(1, 2))
-def test_packed_attention_is_each_documents_own(data: st.DataObject, heads: tuple[int, int], batch: int) -> None:
+def test_packed_attention_is_each_documents_own(
+    kernel: AttentionKernel, data: st.DataObject, heads: tuple[int, int], batch: int
+) -> None:
     """Outputs and gradients of packed documents are those of each document alone, grouped heads included."""
     seq, (num_heads, kv_heads) = 12, heads
     cuts = [sorted(data.draw(st.sets(st.integers(1, seq - 1), max_size=4))) for _ in range(batch)]
@@ -105,7 +114,7 @@ def test_packed_attention_is_each_documents_own(data: st.DataObject, heads: tupl
     inputs.append(random(seq, batch, kv_heads, 8, seed=9).requires_grad_())
     upstream = random(seq, batch, num_heads, 8, seed=5)
 
-    out = attend(*inputs, None if plain else documents_of(lengths), AttentionKernel())
+    out = attend(*inputs, None if plain else documents_of(lengths), kernel)
     ours = torch.autograd.grad(out, inputs, upstream)
     expected = torch.stack(
         [
@@ -131,8 +140,71 @@ def test_kernel_is_the_one_asked_for() -> None:
     gpu = torch.device("cuda")
     assert choose_kernel("auto", gpu).backends == tuple(BACKENDS.values())
     for name in BACKENDS:
-        assert choose_kernel(name, gpu) == AttentionKernel(name, (BACKENDS[name],))
+        assert choose_kernel(name, gpu) == AttentionKernel((BACKENDS[name],))
     assert choose_kernel("flash", torch.device("cpu")).backends == ()
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note one and run it."""
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+EDGES, BLOCKS, SCORES = "_varlen_attn", "_scaled_dot_product_efficient_attention", "_safe_softmax"
+"""What torch calls the operations of FlashAttention over documents, of `efficient`, and in the midst of `math`."""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "cp", "operation", "shown"),
+    [
+        ("auto", torch.bfloat16, 1, EDGES, "cudnn, else flash; packed documents by flash"),
+        ("auto", torch.bfloat16, 2, "_flash_attention_forward", "cudnn, else flash; packed documents by flash"),
+        ("auto", torch.float32, 1, BLOCKS, "efficient, else math; packed documents behind a mask"),
+        ("auto", torch.float32, 2, "logsumexp", "efficient, else math; packed documents behind a mask"),
+        ("flash", torch.bfloat16, 1, EDGES, "flash; packed documents by flash"),
+        ("flash", torch.bfloat16, 2, "_flash_attention_forward", "flash; packed documents by flash"),
+        ("efficient", torch.bfloat16, 1, BLOCKS, "efficient; packed documents behind a mask"),
+        ("math", torch.bfloat16, 1, SCORES, "math; packed documents behind a mask"),
+        ("math", torch.bfloat16, 2, "logsumexp", "math; packed documents behind a mask"),
+        ("math", torch.float32, 1, SCORES, "math; packed documents behind a mask"),
+    ],
+)
+def test_packed_documents_go_through_the_kernel_asked_for(
+    wanted: str, dtype: torch.dtype, cp: int, operation: str, shown: str
+) -> None:
+    """On a GPU the kernel that is asked for computes packed documents too, with and without cp; so says the log."""
+    meta, whole = torch.device("meta"), documents_of([[6, 10]])
+    chosen = choose_kernel(wanted, meta)
+    documents = (whole if cp == 1 else documents_in_context(whole, 0, cp)).to(meta)
+    with lone_rank(0, cp), Operations() as seen, Card(wanted, lambda storage: None):
+        q, k, v = (torch.empty(16 // cp, 1, 4, 64, dtype=dtype, device=meta) for _ in range(3))
+        if cp == 1:
+            out = attend(q, k, v, documents, chosen)
+        else:
+            group = Group(tuple(range(cp)), 0, dist.group.WORLD)
+            out = attend_in_context(q, k, v, documents, group, chosen.backends)
+    assert out.shape == q.shape
+    assert operation in seen.names
+    assert chosen.in_words(dtype, 64, packed=True) == shown
+    assert chosen.in_words(dtype, 64, packed=False) == shown.partition(";")[0]
+
+
+def test_heads_that_flash_cannot_take_are_packed_behind_a_mask() -> None:
+    """Heads of 100 are no multiple of 16 bytes, which FlashAttention's form for documents wants and does not make."""
+    meta = torch.device("meta")
+    with Operations() as seen, Card("auto", lambda storage: None):
+        q = torch.empty(16, 1, 4, 100, dtype=torch.bfloat16, device=meta)
+        chosen = choose_kernel("auto", meta)
+        attend(q, q, q, documents_of([[6, 10]]).to(meta), chosen)
+    assert "_varlen_attn" not in seen.names
+    assert chosen.in_words(torch.bfloat16, 100, packed=True) == "flash, else math; packed documents behind a mask"
 
 
 def test_deterministic_runs_leave_cudnn() -> None:
@@ -143,6 +215,8 @@ def test_deterministic_runs_leave_cudnn() -> None:
         torch.use_deterministic_algorithms(True)
         try:
             chosen.append(_kernel(q, Sight(), tuple(BACKENDS.values())))
+            shown = choose_kernel("auto", q.device).in_words(q.dtype, 64, packed=False)
         finally:
             torch.use_deterministic_algorithms(False)
+    assert shown == "flash, else efficient"
     assert chosen == [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]

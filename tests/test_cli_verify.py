@@ -30,6 +30,36 @@ if __name__ == "__main__":
     main()
 """
 
+# triweave, but for a line where something is computed that says which kernels torch may take. Ranks import it too.
+TELLER = """\
+import sys
+
+import torch
+
+from triweave.dryrun import on_gpu
+from triweave.training import loop
+from triweave.verify import run
+
+
+def telling(function, name):
+    def told(*arguments):
+        print(name, torch.are_deterministic_algorithms_enabled(), file=sys.stderr, flush=True)
+        return function(*arguments)
+
+    return told
+
+
+run.compute_reference = telling(run.compute_reference, "reference")
+run.compare_with_reference = telling(run.compare_with_reference, "layout")
+loop.train_step = telling(loop.train_step, "step")
+on_gpu.train_step = telling(on_gpu.train_step, "alone")
+
+if __name__ == "__main__":
+    from triweave.cli import main
+
+    main()
+"""
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -63,3 +93,24 @@ def test_wrong_weights_of_one_rank_are_named(source: Path, tmp_path: Path) -> No
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-1] == "DIFFERENT: the first to differ is model.layers.2.mlp"
     assert "error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "computed"),
+    [
+        (("verify", "run.yaml", "--model.dtype=bfloat16"), {"layout": 4, "reference": 2}),
+        (("train", "run.yaml", "--train.steps=1", "--optimizer.warmup_steps=0"), {"step": 4}),
+        (("check", "run.yaml", "--on-gpu", "--device=cpu", "--rank=3"), {"alone": 4}),
+    ],
+    ids=["verify", "train", "check"],
+)
+def test_kernels_are_those_of_the_run(
+    source: Path, tmp_path: Path, words: tuple[str, ...], computed: dict[str, int]
+) -> None:
+    """With `runtime.deterministic` every verb that computes for a run takes such kernels alone, its reference too."""
+    folder = linked_workspace(source, tmp_path / "here")
+    (folder / "driver.py").write_text(TELLER)
+    done = triweave(*words, "--runtime.deterministic=true", cwd=folder, module=("driver",))
+    assert done.returncode == 0, done.stderr
+    told = sorted(line for line in done.stderr.splitlines() if line.startswith(tuple(computed)))
+    assert told == [f"{name} True" for name, count in computed.items() for _ in range(count)]

@@ -23,7 +23,7 @@ from triweave.model_spec import spec_from_hf_config
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 64,
-    "hidden_size": 16,
+    "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -165,6 +165,7 @@ LAYOUT_CASES = (
         "auto",
         {"layout": {"cp": 2}, "model": {"attention": "efficient"}},
     ),
+    Case("model.attention", "has no kernel for packed documents", "auto", {"model": {"attention": "cudnn"}}),
     Case("layout.dp", "must be at least 1", "1", {"layout": {"dp": 0}}),
     Case("data.seq_len", "max_position_embeddings = 128", "128", {"data": {"seq_len": 256}}),
     Case(
@@ -196,6 +197,8 @@ class TestProblems:
             {"validation": {"every_steps": 5, "max_batches": 1}},
             {"data": {"validation": "held-out.jsonl"}, "validation": {"every_steps": 1}},
             {"data": {"validation": 0.0}},
+            {"model": {"attention": "cudnn"}, "runtime": {"device": "cpu"}},
+            {"model": {"attention": "efficient"}, "layout": {"tp": 4}},
             {"seed": 0},
             {"seed": 2**63 - 1},
         ],

@@ -155,7 +155,7 @@ def documents_by_edges() -> Iterator[None]:
         return grads
 
     with (
-        patch.object(context_parallel, "_takes_edges", lambda q: True),
+        patch.object(context_parallel, "takes_edges", lambda q, backends: True),
         patch.object(context_parallel, "attend_documents", forward),
         patch.object(context_parallel, "attend_documents_backward", backward),
     ):
@@ -204,12 +204,13 @@ PACKED = packed([[3, 6, 1, 6], [8, 8]])
         (None, torch.float32, False, (), 1e-5),
         (None, torch.float32, False, ("MATH",), 1e-5),
         (PACKED, torch.float32, False, (), 1e-5),
+        (PACKED, torch.float32, False, ("MATH",), 1e-5),
         (PACKED, torch.float32, True, (), 1e-5),
         # Of bfloat16: a few roundings of 2^-9 each in a part, in the sum of parts and in that of ranks.
         (None, torch.bfloat16, False, (), 2e-2),
         (PACKED, torch.bfloat16, False, (), 2e-2),
     ],
-    ids=["whole", "products", "packed", "packed-by-edges", "whole-bfloat16", "packed-bfloat16"],
+    ids=["whole", "products", "packed", "packed-products", "packed-by-edges", "whole-bfloat16", "packed-bfloat16"],
 )
 def test_parts_add_up_to_the_whole(
     ranks: Ranks,

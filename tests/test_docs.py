@@ -27,7 +27,11 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md")])
 IN_A_FOLDER_OF_ITS_OWN = (DOCS / "faq.md", DOCS / "coming-from.md", DOCS / "launch.md")
-IN_THE_REPOSITORY = (DOCS / "path-of-a-tensor.md", *sorted((DOCS / "decisions").glob("[0-9]*.md")))
+IN_THE_REPOSITORY = (
+    DOCS / "context-parallel.md",
+    DOCS / "path-of-a-tensor.md",
+    *sorted((DOCS / "decisions").glob("[0-9]*.md")),
+)
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from triweave.collectives import gather_into, reduce_scatter_into
-from triweave.config.schema import DataConfig, ModelConfig, Run, TrainConfig
+from triweave.config.schema import DataConfig, ModelConfig, Run, RuntimeConfig, TrainConfig
 from triweave.config.validate import ResolvedRun
 from triweave.dryrun import memory as dryrun_memory
 from triweave.dryrun.allocations import ROUNDING, Allocations
@@ -265,6 +265,18 @@ def test_states_are_those_of_the_trainer() -> None:
     assert found["gradients"] == pytest.approx(4 * parameters, rel=0.01)
     assert found["master weights"] == pytest.approx(4 * parameters, rel=0.01)
     assert found["optimizer moments"] == pytest.approx(8 * parameters, rel=0.01)
+
+
+def test_a_deterministic_run_is_checked_with_its_kernels() -> None:
+    """cuDNN's attention depends on timing: such a run takes what FlashAttention takes, and leaves torch as it was."""
+    run = resolved(Layout(pp=2, recompute=("layer",)), 2)
+    # So narrow that attention's backward is where most is allocated.
+    run = replace(run, spec=replace(SPEC, intermediate_size=64))
+    flash = replace(run, run=replace(run.run, model=replace(run.run.model, attention="flash")))
+    exact = replace(run, run=replace(run.run, runtime=RuntimeConfig(deterministic=True)))
+    by_cudnn, by_flash, deterministic = (rank_memory(one, 0).peak_bytes for one in (run, flash, exact))
+    assert by_cudnn < by_flash == deterministic
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_every_attention_kernel_has_its_own_memory() -> None:

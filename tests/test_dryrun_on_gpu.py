@@ -8,12 +8,14 @@ from math import isfinite
 import pytest
 import torch
 
-from triweave.config.schema import DataConfig, ModelConfig, Run, TrainConfig
+from triweave.config.schema import DataConfig, ModelConfig, Run, RuntimeConfig, TrainConfig
 from triweave.config.validate import ResolvedRun
+from triweave.dryrun import on_gpu
 from triweave.dryrun.on_gpu import Measured, fewer_micro_batches, flops_of, grid_step, measure_rank, mfu_of
 from triweave.layout import Layout, Schedule, even_layers
 from triweave.model_spec import ModelSpec
 from triweave.schedule.actions import Kind
+from triweave.training.step import train_step
 
 SPEC = ModelSpec(128, 32, 64, 8, 4, 4, 8, max_position_embeddings=256)
 SEQ = 32
@@ -55,6 +57,25 @@ def test_every_rank_runs_alone(layout: Layout) -> None:
         assert isfinite(found.loss)
         assert isfinite(found.grad_norm)
         assert found.grad_norm > 0
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_kernels_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
+    """A rank's steps run with `runtime.deterministic` as the run has it, and torch is left as it was."""
+    seen = []
+
+    def step(*arguments: object) -> tuple[float, float]:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return train_step(*arguments)
+
+    monkeypatch.setattr(on_gpu, "train_step", step)
+    run = resolved(Layout(tp=2), 2)
+    run = replace(run, run=replace(run.run, runtime=RuntimeConfig(deterministic=wanted)))
+    found = measure_rank(run, 0, torch.device("cpu"), steps=1)
+    assert isinstance(found, Measured)
+    assert isfinite(found.loss)
+    assert seen == [wanted, wanted]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])

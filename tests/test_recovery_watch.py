@@ -256,7 +256,13 @@ def check_on_rank(rank: int, port_file: Path, plant: str) -> str:
         for _ in range(3):
             dist.all_reduce(torch.ones(4))
         dist.all_reduce(torch.ones(4, dtype=torch.int32 if (rank, plant) == (1, "dtype") else torch.float32))
+        # Another one, with another size, that the other ranks call when the comparison is over.
+        ahead = dist.all_reduce(torch.ones(9), async_op=True) if (rank, plant) == (1, "ahead") else None
         check_collectives(store, rank, 3, 10.0)
+        if ahead is not None:
+            ahead.wait()
+        elif plant == "ahead":
+            dist.all_reduce(torch.ones(9))
     except RuntimeError as error:
         return f"runtime: {error}"
     except Exception as error:
@@ -268,10 +274,11 @@ def check_on_rank(rank: int, port_file: Path, plant: str) -> str:
     ("plant", "told"),
     [
         ("", ""),
+        ("ahead", ""),
         ("fact", "rank 1: optimizer.learning_rate is 0.1, and 0.2 on most ranks"),
         ("dtype", "rank 1: called all_reduce"),
     ],
-    ids=["sound", "other key", "int32 among float32"],
+    ids=["sound", "one collective ahead", "other key", "int32 among float32"],
 )
 def test_rank_that_does_something_else_is_named_on_all(
     tmp_path: Path, plant: str, told: str, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from triweave.errors import Problem
 from triweave.layout import Layout, Recompute, Schedule, balanced_layers, even_layers
 from triweave.model_spec import ModelSpec
-from triweave.rules import layout_problems
+from triweave.rules import attention_problems, layout_problems
 from triweave.schedule.build import schedule_problems
 
 LLAMA_70B = ModelSpec(128256, 8192, 28672, 80, 64, 8, 128, max_position_embeddings=8192)
@@ -311,6 +311,50 @@ class TestLayerMaps:
         assert sum(layers) == num_layers
         assert max(layers) - min(layers) <= 1
         assert list(layers) == sorted(layers, reverse=True)
+
+
+KERNEL_CASES = (
+    ("flash", {}, {}, {"dtype": "float32"}, "computes in 16 bits, and model.dtype is float32"),
+    ("cudnn", {}, {}, {"dtype": "float32"}, "computes in 16 bits, and model.dtype is float32"),
+    ("cudnn", {}, {}, {"packing": True}, "has no kernel for packed documents, and data.packing is true"),
+    ("cudnn", {}, {}, {"deterministic": True}, "as runtime.deterministic wants it"),
+    ("cudnn", {"head_dim": 256}, {}, {}, "at most 128 that are multiples of 8; the model's have 256"),
+    ("cudnn", {"head_dim": 100}, {}, {}, "at most 128 that are multiples of 8; the model's have 100"),
+    ("flash", {"head_dim": 320}, {}, {}, "heads of at most 256; the model's have 320"),
+    ("flash", {"head_dim": 100}, {}, {"packing": True}, "multiples of 8 where data.packing is true"),
+    ("flash", {"head_dim": 100}, {"cp": 2}, {}, "multiples of 8 where layout.cp is 2"),
+    ("efficient", {}, {}, {}, "a rank has 1 for 8"),
+    ("efficient", {"head_dim": 100}, {"tp": 64}, {}, "multiples of 8; the model's have 100"),
+    ("efficient", {}, {"cp": 2}, {}, "layout.cp = 2 could add up"),
+)
+RUN = {"dtype": "bfloat16", "packing": False, "deterministic": False}
+
+
+class TestKernels:
+    """What a kernel of attention that is asked for by name cannot compute."""
+
+    @pytest.mark.parametrize(("kernel", "spec", "layout", "run", "words"), KERNEL_CASES)
+    def test_refused(self, kernel: str, spec: dict, layout: dict, run: dict, words: str) -> None:
+        """One message with what is in the way and a kernel that computes everything; `auto` and `math` do."""
+        asked = replace(LLAMA_70B, **spec), replace(GOOD, **layout)
+        (problem,) = attention_problems(*asked, kernel, **RUN | run)
+        assert words in problem.rule
+        assert (problem.key, problem.value, problem.nearest) == ("model.attention", kernel, "auto")
+        for able in ("auto", "math"):
+            assert not attention_problems(*asked, able, **RUN | run)
+
+    @pytest.mark.parametrize(
+        ("kernel", "layout", "run"),
+        [
+            ("flash", {}, {"packing": True, "deterministic": True}),
+            ("flash", {"cp": 2}, {"packing": True}),
+            ("cudnn", {"cp": 2}, {}),
+            ("efficient", {"tp": 64}, {"dtype": "float32", "packing": True, "deterministic": True}),
+        ],
+    )
+    def test_legal(self, kernel: str, layout: dict, run: dict) -> None:
+        """A kernel that can is let through: `efficient` where a rank has as many key/value heads as heads."""
+        assert not attention_problems(LLAMA_70B, replace(GOOD, **layout), kernel, **RUN | run)
 
 
 def compositions(total: int, parts: int) -> list[tuple[int, ...]]:

@@ -15,6 +15,9 @@ from triweave.model_spec import ModelSpec
 FP8_DIVISOR = 16
 """Bytes in which tensor cores read a row of fp8: every size of a product is a multiple of it."""
 
+FLASH_HEAD, CUDNN_HEAD, HEAD_STEP = 256, 128, 8
+"""Largest heads of two attention kernels, and what heads are multiples of in all but `math`: rows of 16 bytes."""
+
 
 def layout_problems(
     spec: ModelSpec,
@@ -88,6 +91,52 @@ def fp8_problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[Problem]
         for name, size in sizes.items()
         if size % by
     ]
+
+
+def attention_problems(
+    spec: ModelSpec, layout: Layout, kernel: str, *, dtype: str, packing: bool, deterministic: bool
+) -> list[Problem]:
+    """Why the kernel that is asked for cannot compute attention on a GPU; `auto` and `math` always can.
+
+    Without this torch would say so in the first step (`sdp_utils.cpp`, torch 2.11 to 2.13). Sizes must be positive.
+
+    Args:
+        spec: The model.
+        layout: The grid.
+        kernel: `model.attention`.
+        dtype: `model.dtype`.
+        packing: Whether sequences may hold several documents.
+        deterministic: Whether results must not depend on timing.
+    """
+    size, cp = spec.head_dim, layout.cp
+    heads, kv_heads = spec.num_attention_heads // layout.tp, max(1, spec.num_key_value_heads // layout.tp)
+    rules = []
+    if kernel in ("flash", "cudnn") and dtype == "float32":
+        rules.append("computes in 16 bits, and model.dtype is float32")
+    if kernel == "flash":
+        if size > FLASH_HEAD:
+            rules.append(f"takes heads of at most {FLASH_HEAD}; the model's have {size}")
+        elif size % HEAD_STEP and (packing or cp > 1):
+            why = f"layout.cp is {cp}" if cp > 1 else "data.packing is true"
+            rules.append(f"takes heads that are multiples of {HEAD_STEP} where {why}; the model's have {size}")
+    elif kernel == "cudnn":
+        if size > CUDNN_HEAD or size % HEAD_STEP:
+            rule = f"takes heads of at most {CUDNN_HEAD} that are multiples of {HEAD_STEP}; the model's have {size}"
+            rules.append(rule)
+        if deterministic:
+            rules.append("has no kernel whose result does not depend on timing, as runtime.deterministic wants it")
+        if packing:
+            rules.append(
+                "has no kernel for packed documents, and data.packing is true; auto takes flash for them alone"
+            )
+    elif kernel == "efficient":
+        if cp > 1:
+            rules.append(f"gives no part of an attention with its log-sum-exp that layout.cp = {cp} could add up")
+        elif heads != kv_heads and spec.num_attention_heads % layout.tp == 0:
+            rules.append(f"needs a key/value head for each head; a rank has {kv_heads} for {heads}")
+        if size % HEAD_STEP:
+            rules.append(f"takes heads that are multiples of {HEAD_STEP}; the model's have {size}")
+    return [Problem("model.attention", kernel, rule, "auto") for rule in rules]
 
 
 def _world(layout: Layout, world_size: int) -> Iterator[Problem]:

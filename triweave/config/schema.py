@@ -25,7 +25,7 @@ class ModelConfig:
     fp8: bool = False
     """Multiply in fp8 inside the layers, forward and backward; needs a Hopper or Ada GPU, or a newer one."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Attention kernel; `auto` takes the fastest one this machine has and the log names it."""
+    """Attention kernel on GPUs, named in the log; `auto`: the fastest. Packed documents: see data.md#packing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class RuntimeConfig:
     overlap_dp: Literal["auto", "off"] = "auto"
     """Weights and gradients of replicas on one host copied from GPU to GPU, not by collectives, likewise."""
     deterministic: bool = False
-    """Use only kernels whose result does not depend on timing; slower."""
+    """Use only kernels whose result does not depend on timing, in train, verify and check; slower."""
 
     @property
     def collective_timeout_s(self) -> int:

@@ -16,6 +16,7 @@ from triweave.errors import InputError, Problem
 from triweave.layout import Layout, balanced_layers, even_layers
 from triweave.model_spec import ModelSpec, spec_from_folder
 from triweave.rules import (
+    attention_problems,
     even_problems,
     fp8_problems,
     grid_problems,
@@ -62,9 +63,6 @@ def validate(
 
     ranks = world_size if world_size is not None else cluster.world_size if cluster else None
     layout = layout_of(run.layout, ranks)
-    if layout.cp > 1 and run.model.attention == "efficient":
-        rule = f"gives no part of an attention with its log-sum-exp that layout.cp = {layout.cp} could add up"
-        problems.append(Problem("model.attention", "efficient", rule, "auto"))
     if run.layout.layers == ():
         rule = "must be even, balanced or the layers of every stage in model order"
         problems.append(Problem("layout.layers", "[]", rule, "even"))
@@ -82,11 +80,21 @@ def validate(
             if run.layout.layers == "even":
                 problems += even_problems(spec, layout)
             problems += model_problems(spec, layout, seq_len=seq_len, gpus_per_node=per_node, tp_across_nodes=across)
+            problems += _attention_problems(run, spec, layout)
             if run.model.fp8 and not problems:
                 problems += fp8_problems(spec, layout, seq_len)
     if problems or spec is None:
         raise InputError(problems)
     return ResolvedRun(run, spec, layout, cluster, layout.micro_batches(global_batch), per_node)
+
+
+def _attention_problems(run: Run, spec: ModelSpec, layout: Layout) -> list[Problem]:
+    """What the kernel that is asked for cannot compute. On the CPU attention is torch's, whatever is asked for."""
+    if run.runtime.device == "cpu":
+        return []
+    model = run.model
+    packing, exact = run.data.packing, run.runtime.deterministic
+    return attention_problems(spec, layout, model.attention, dtype=model.dtype, packing=packing, deterministic=exact)
 
 
 def _cluster(run: Run, world_size: int | None, problems: list[Problem]) -> Cluster | None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from triweave.layers.attention_kernels import takes_cudnn
+from triweave.layers.attention_kernels import cudnn_fits
 
 META = torch.device("meta")
 CUDA = torch.device("cuda")
@@ -147,7 +147,7 @@ def attend(
     aten = torch.ops.aten
     half = q.dtype in (torch.bfloat16, torch.float16)
     keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if wanted in ("auto", "cudnn") and takes_cudnn(q):
+    if wanted in ("auto", "cudnn") and cudnn_fits(q.dtype, q.shape[-1]):
         out = aten._scaled_dot_product_cudnn_attention(
             q, k, v, attn_mask, keeps, dropout_p, is_causal, False, scale=scale
         )

@@ -24,6 +24,7 @@ from triweave.schedule.actions import PipelineSchedule
 from triweave.schedule.build import build_schedule
 from triweave.sharding import Unit, filling
 from triweave.sharing import beside_bytes
+from triweave.training.determinism import deterministic
 from triweave.training.engine import Engine, build_engine
 from triweave.training.step import train_step
 from triweave.transport.choose import choose_transport
@@ -78,7 +79,12 @@ def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True, on
     places = Places()
     allocator = CachingAllocator(_BOUNDLESS, expandable)
     memory = Allocations(places, allocator)
-    with lone_rank(rank, layout.world_size), memory, Card(resolved.run.model.attention, memory.handed_out):
+    with (
+        deterministic(resolved.run.runtime),
+        lone_rank(rank, layout.world_size),
+        memory,
+        Card(resolved.run.model.attention, memory.handed_out),
+    ):
         transport = choose_transport if one_gpu else transport_on_paper(resolved.gpus_per_node, memory.set_apart)
         engine = build_engine(replace(resolved, num_micro_batches=layout.pp), META, adopt_weights, transport)
         name_states(memory, engine)

@@ -23,6 +23,7 @@ from triweave.schedule.build import build_schedule
 from triweave.schedule.simulate import Timeline, simulate
 from triweave.sharding import Unit, filling
 from triweave.training.clock import Clock
+from triweave.training.determinism import deterministic
 from triweave.training.engine import build_engine
 from triweave.training.step import train_step
 
@@ -91,7 +92,7 @@ def measure_rank(
 
 
 def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Clock, steps: int) -> Measured:
-    with lone_rank(rank, resolved.layout.world_size):
+    with deterministic(resolved.run.runtime), lone_rank(rank, resolved.layout.world_size):
         clock.at = "building the model"
         engine = build_engine(resolved, device, lambda units: fill_on_device(units, resolved.spec))
         clock.follow(engine.pipeline)

@@ -170,7 +170,9 @@ def _model(spec: ModelSpec, seq_len: int, tp: int) -> Iterator[Argument]:
 
 
 def _attention(resolved: ResolvedRun, cluster: Cluster) -> Iterator[Argument]:
-    backends = {"auto": "flash", "flash": "flash", "cudnn": "fused", "efficient": "unfused", "math": "unfused"}
+    # FlashAttention has no float32.
+    fastest = "flash" if resolved.run.model.dtype == "bfloat16" else "auto"
+    backends = {"auto": fastest, "flash": "flash", "cudnn": "fused", "efficient": "unfused", "math": "unfused"}
     backend = backends[resolved.run.model.attention]
     yield _argument("attention-backend", backend)
     if backend == "flash" and (version := flash_version(cluster.gpu.name)):

@@ -110,7 +110,8 @@ def _modules(values: tuple[str, ...], given: Given) -> str | None:
     return yaml_text(known) if known else None
 
 
-BACKENDS = {"flash": "flash", "fused": "cudnn", "unfused": "math", "local": "math", "auto": "auto"}
+BACKENDS = {"flash": "flash", "fused": "auto", "unfused": "math", "local": "math", "auto": "auto"}
+"""Fused is cuDNN's, which has no kernel for packed documents; `auto` takes it for whole sequences."""
 STRATEGIES = {"no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "full"}
 MODULES = {"layernorm": "norm", "mlp": "mlp"}
 """What selective recompute of Megatron is here; attention's scores are kept by no kernel of either."""

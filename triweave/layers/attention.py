@@ -14,12 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from triweave.groups import Group, alone
+from triweave.layers.attention_kernels import cudnn_fits, edges_fit, takes_edges
 from triweave.layers.context_parallel import attend_in_context
 from triweave.layers.documents import ContextDocuments, Documents, Packed, block_causal_mask
 from triweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from triweave.layers.rotary import Rotation, rotate_queries_and_keys
 from triweave.layers.tensor_parallel import TensorParallel
 from triweave.model_spec import ModelSpec
+from triweave.rules import HEAD_STEP
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -32,20 +34,28 @@ BACKENDS = {
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
-    """Which kernels may compute attention, in order of preference. `name` is what the log shows."""
+    """Which kernels may compute attention, in order of preference."""
 
-    name: str = "default"
     backends: tuple[SDPBackend, ...] = ()
     """Empty leaves the choice to torch (the CPU)."""
+
+    def in_words(self, dtype: torch.dtype, head_dim: int, *, packed: bool) -> str:
+        """What the log shows: the kernel of whole sequences and, where some are `packed`, that of their documents."""
+        if not self.backends:
+            return "torch on cpu"
+        rows_fit = head_dim % HEAD_STEP == 0
+        able = {"cudnn": cudnn_fits(dtype, head_dim), "flash": dtype is not torch.float32, "efficient": rows_fit}
+        names = [name for name, backend in BACKENDS.items() if backend in self.backends and able.get(name, True)]
+        shown = ", else ".join(names[:2])
+        documents = "by flash" if "flash" in names and edges_fit(dtype, head_dim) else "behind a mask"
+        return f"{shown}; packed documents {documents}" if packed else shown
 
 
 def choose_kernel(wanted: str, device: torch.device) -> AttentionKernel:
     """The kernel for `model.attention`: `auto` takes the first of `BACKENDS` that the inputs allow."""
     if device.type == "cpu":
-        return AttentionKernel("torch on cpu")
-    if wanted == "auto":
-        return AttentionKernel("cudnn, else flash", tuple(BACKENDS.values()))
-    return AttentionKernel(wanted, (BACKENDS[wanted],))
+        return AttentionKernel()
+    return AttentionKernel(tuple(BACKENDS.values()) if wanted == "auto" else (BACKENDS[wanted],))
 
 
 class Attention(nn.Module):
@@ -92,6 +102,8 @@ class Attention(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kernel: AttentionKernel) -> Tensor:
     """Causal attention, inside each document where documents are given.
 
+    Documents are FlashAttention's wherever the kernel may be that; another one computes them behind a mask.
+
     Args:
         q: `[seq, batch, heads, head_dim]`.
         k: `[seq, batch, kv_heads, head_dim]`.
@@ -102,7 +114,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kernel:
     Returns:
         `[seq, batch, heads, head_dim]`.
     """
-    if documents is not None and q.is_cuda and q.dtype is not torch.float32:
+    if documents is not None and takes_edges(q, kernel.backends):
         return _attend_varlen(q, k, v, documents)
     mask = None if documents is None else block_causal_mask(documents)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [batch, heads, seq, head_dim]
@@ -115,10 +127,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kernel:
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """FlashAttention over documents laid end to end: no mask is made and nothing is computed across documents.
-
-    It has no float32 kernel.
-    """
+    """FlashAttention over documents laid end to end: no mask is made and nothing is computed across documents."""
     from torch.nn.attention.varlen import varlen_attn
 
     seq, batch = q.shape[:2]

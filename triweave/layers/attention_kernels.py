@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from triweave.layers.documents import Edges
+from triweave.rules import CUDNN_HEAD, FLASH_HEAD, HEAD_STEP
 
 _aten = torch.ops.aten
 
@@ -32,13 +33,29 @@ class Sight:
     """Boolean `[batch, 1, queries, keys]`, true where a query sees a key, and each sees one at least."""
 
 
-def takes_cudnn(q: Tensor) -> bool:
+def cudnn_fits(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether cuDNN's attention has a kernel for heads of this type and size (`sdp_utils.cpp`).
 
     It has none whose result does not depend on timing: where torch is told to use no other, torch leaves it too.
     """
-    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
+    fits = dtype in (torch.bfloat16, torch.float16) and head_dim <= CUDNN_HEAD and head_dim % HEAD_STEP == 0
     return fits and not torch.are_deterministic_algorithms_enabled()
+
+
+def edges_fit(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether FlashAttention's form for documents takes such heads: it fills no rows up (`flash_api.cpp`)."""
+    return dtype is not torch.float32 and head_dim <= FLASH_HEAD and head_dim % HEAD_STEP == 0
+
+
+def takes_edges(q: Tensor, backends: Collection[SDPBackend]) -> bool:
+    """Whether packed documents are computed from edge to edge, by FlashAttention; elsewhere a mask says who sees whom.
+
+    Args:
+        q: queries, whose last dim is the head's.
+        backends: what may compute it; empty where nobody has chosen.
+    """
+    allowed = not backends or SDPBackend.FLASH_ATTENTION in backends
+    return q.is_cuda and allowed and edges_fit(q.dtype, q.shape[-1])
 
 
 def attend_part(
@@ -167,7 +184,7 @@ def _kernel(q: Tensor, sight: Sight, backends: Collection[SDPBackend]) -> SDPBac
         return None if set(backends) == {SDPBackend.MATH} else SDPBackend.FLASH_ATTENTION
     if sight.mask is not None or q.dtype is torch.float32:
         return None
-    if SDPBackend.CUDNN_ATTENTION in backends and takes_cudnn(q):
+    if SDPBackend.CUDNN_ATTENTION in backends and cudnn_fits(q.dtype, q.shape[-1]):
         return SDPBackend.CUDNN_ATTENTION
     # The operator itself wants rows of whole 16 bytes; the public function would fill them up.
     flash = SDPBackend.FLASH_ATTENTION in backends and q.shape[-1] % 8 == 0

@@ -39,6 +39,7 @@ from triweave.layers.attention_kernels import (
     attend_documents_backward,
     attend_part,
     attend_part_backward,
+    takes_edges,
 )
 from triweave.layers.documents import ContextDocuments
 
@@ -190,7 +191,8 @@ class _AttendDocuments(torch.autograd.Function):
     ) -> Tensor:
         ctx.documents, ctx.cp, ctx.backends = documents, cp, backends
         keys = all_gather(torch.cat((k, v), dim=2), cp)
-        out, logsumexp = _by_edges(q, keys, documents) if _takes_edges(q) else _by_mask(q, keys, documents, backends)
+        by_edges = takes_edges(q, backends)
+        out, logsumexp = _by_edges(q, keys, documents) if by_edges else _by_mask(q, keys, documents, backends)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
 
@@ -199,7 +201,8 @@ class _AttendDocuments(torch.autograd.Function):
         q, k, v, out, logsumexp = ctx.saved_tensors
         keys = all_gather(torch.cat((k, v), dim=2), ctx.cp)
         known = grad_out.contiguous(), q, keys, out, logsumexp, ctx.documents
-        grad_q, total = _by_edges_backward(*known) if _takes_edges(q) else _by_mask_backward(*known, ctx.backends)
+        by_edges = takes_edges(q, ctx.backends)
+        grad_q, total = _by_edges_backward(*known) if by_edges else _by_mask_backward(*known, ctx.backends)
         grad_k, grad_v = reduce_scatter(total, ctx.cp).chunk(2, dim=2)
         return grad_q, grad_k, grad_v, None, None, None
 
@@ -252,11 +255,6 @@ def _by_edges_backward(
         grad_q.append(_by_sequence(of_q, q.shape[1]))
         total.flatten(0, 1).index_add_(0, part.rows, torch.cat((of_k, of_v), dim=1))
     return torch.cat(grad_q), total
-
-
-def _takes_edges(q: Tensor) -> bool:
-    """Whether a kernel takes documents by their edges; elsewhere a mask says who sees whom. It has no float32."""
-    return q.is_cuda and q.dtype is not torch.float32
 
 
 def _end_to_end(x: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ def run_identity(resolved: ResolvedRun) -> dict[str, Any]:
         "seq_len": run.data.seq_len,
         "packing": run.data.packing,
         "global_batch": run.train.global_batch,
+        "deterministic": run.runtime.deterministic,
         "overlap": [run.runtime.overlap_tp, run.runtime.overlap_dp],
     }
     as_read: dict[str, Any] = json.loads(json.dumps(told))

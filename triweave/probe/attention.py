@@ -57,7 +57,7 @@ def name_of(session: Session, kernel: AttentionKernel) -> profile.AttentionKerne
     q, k, v = (session.random(128, 1, heads, 128) for heads in (4, 2, 2))
     for backend in kernel.backends:
         try:
-            attend(q, k, v, None, AttentionKernel("one", (backend,)))
+            attend(q, k, v, None, AttentionKernel((backend,)))
         except RuntimeError:
             continue
         return names.get(backend, "torch")

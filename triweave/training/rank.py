@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -23,6 +22,7 @@ from triweave.recovery.self_check import LIMIT_S, check_groups, together
 from triweave.recovery.stop import StopRequest, stop_requests
 from triweave.recovery.watch import Watch, watching
 from triweave.training.claim import claimed_run
+from triweave.training.determinism import deterministic
 from triweave.training.endings import noted, noting_leave
 from triweave.training.grid_map import Place, gather_places
 from triweave.training.process import Process
@@ -79,7 +79,8 @@ class Rank:
     def check_collectives(self) -> None:
         """See that all ranks have called the same collectives so far. All ranks call it together, after a step.
 
-        Of gloo's only: NCCL's records have not been held against this yet, and a false alarm would stop a good run.
+        Of gloo's only: NCCL's records have not been held against this on every axis (`bench/survive.py --only
+        collectives` does it), and a false alarm would stop a good run.
 
         Raises:
             RunFailed: one has not.
@@ -100,12 +101,8 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
     """
     runtime = resolved.run.runtime
     device = choose_device(runtime, process)
-    if runtime.deterministic:
-        # cuBLAS asks for a fixed workspace before it is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
     folder, facts = Path(resolved.run.output_dir), facts_of(resolved, prepared.summary.fingerprint, device)
-    with stop_requests(process.stop) as stop, ExitStack() as held:
+    with deterministic(runtime), stop_requests(process.stop) as stop, ExitStack() as held:
         owner = None
         if process.rank == 0:
             # By the rank that writes there; the lock goes with it, whatever ends it.

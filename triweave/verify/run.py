@@ -13,6 +13,7 @@ from triweave.data.batch import make_micro_batch
 from triweave.data.cache import PreparedData
 from triweave.data.sampler import sequence_ids
 from triweave.training.batches import batch_of, stage_input
+from triweave.training.determinism import deterministic
 from triweave.training.engine import DTYPES, build_engine
 from triweave.training.process import Process
 from triweave.training.processes import choose_device, process_group
@@ -41,12 +42,13 @@ def write_references(resolved: ResolvedRun, prepared: PreparedData) -> None:
     samples = reference_samples(resolved, prepared)
     model = Path(resolved.run.model.path)
     device = torch.device("cuda") if resolved.run.runtime.device != "cpu" and torch.cuda.is_available() else None
-    reference = compute_reference(model, samples, folder / "float32.safetensors", torch.float32, device)
     tolerance = Tolerance()
     dtype = DTYPES[resolved.run.model.dtype]
-    if dtype is not torch.float32:
-        rounded = compute_reference(model, samples, folder / "rounded.safetensors", dtype, device)
-        tolerance = tolerance_for(reference, rounded)
+    with deterministic(resolved.run.runtime):
+        reference = compute_reference(model, samples, folder / "float32.safetensors", torch.float32, device)
+        if dtype is not torch.float32:
+            rounded = compute_reference(model, samples, folder / "rounded.safetensors", dtype, device)
+            tolerance = tolerance_for(reference, rounded)
     if resolved.run.model.fp8:
         tolerance = in_fp8(tolerance)
     record = {"loss": reference.loss, "tolerance": asdict(tolerance)}
@@ -57,7 +59,7 @@ def verify_rank(as_json: bool, resolved: ResolvedRun, prepared: PreparedData, pr
     """Run the layout on the reference's batch and compare; rank 0 tells. Returns its exit code, 0 on other ranks."""
     run = resolved.run
     device = choose_device(run.runtime, process)
-    with process_group(process, device, run.runtime.timeout_s):
+    with deterministic(run.runtime), process_group(process, device, run.runtime.timeout_s):
         # Read only now: the ranks meet after the reference was written.
         record = json.loads((_folder(resolved) / REFERENCE_FILE).read_text(encoding="utf-8"))
         reference = Reference(record["loss"], _folder(resolved) / "float32.safetensors")
