@@ -22,7 +22,7 @@ from triweave.planner.profile_layers import held_layers
 from triweave.planner.profile_machine import machine_from_profile
 from triweave.planner.time_attention import attention_s
 from triweave.planner.time_matmul import Operands, Precision, matmul_s
-from triweave.planner.time_step import Breakdown, predict_step
+from triweave.planner.time_step import HOST_SLOWER, Breakdown, StepTime, predict_step
 from triweave.probe.operations import sizes
 from triweave.probe.shapes import products, products_of
 from triweave.probe.table import to_text
@@ -319,3 +319,18 @@ def test_a_head_that_is_the_embedding_is_updated_once_and_summed_between_its_ran
     (curve,) = [one for one in measured().collectives if one.kind == "all_reduce"]
     seconds = Curve(*zip(*curve.bytes_seconds, strict=True))(4 * head)
     assert told(True, 2) == replace(told(False, 2), data_parallel=pytest.approx(seconds))  # type: ignore[arg-type]
+
+
+@given(st.floats(0.1, 40.0), st.sampled_from([Layout(), Layout(pp=2), Layout(pp=2, schedule="zero-bubble")]))
+def test_a_slower_host_is_inside_the_range(factor: float, layout: Layout) -> None:
+    """Whether or not the step waits for its host, one that is half as slow again ends the range at the earliest."""
+
+    def told(times: float) -> StepTime:
+        (one,) = measured().hosts
+        parts = one.forward_seconds, one.backward_input_seconds, one.backward_weight_seconds
+        profile = replace(measured(), hosts=(HostCost(1, None, (), *(part * times for part in parts)),))
+        whole = replace(layout, layers=even_layers(8, layout.num_stages))
+        spec, on = replace(MODEL, num_hidden_layers=8), machine_from_profile(profile, TWO)
+        return predict_step(spec, whole, TWO, seq_len=SEQ, global_batch=4, on=on)
+
+    assert told(factor).range_s[1] >= told(HOST_SLOWER * factor).step_s * (1 - 1e-9)

@@ -34,6 +34,10 @@ class StageCost:
         """All of it."""
         return self.forward + self.backward_input + self.backward_weight
 
+    def times(self, factor: float) -> StageCost:
+        """Each of them so often."""
+        return StageCost(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
+
     def of(self, kind: Kind) -> float:
         """Seconds of one action."""
         if kind is Kind.FORWARD:

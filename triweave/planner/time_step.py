@@ -97,6 +97,10 @@ UNCERTAINTY = Breakdown(
 """Half width of the 90 % range of each part, as a share of it; the parts' errors are taken as independent. Chosen so
 that about nine tenths of the held-out predictions of `bench/predict_time.py` fall inside."""
 
+HOST_SLOWER = 1.5
+"""A host may be so much slower than it was measured or is known: hosts of H200 differ by half in what they need to
+issue a layer, and so does one from minute to minute (docs/probe.md). A range ends no earlier than with such a host."""
+
 
 def predict_step(
     spec: ModelSpec | Decoder,
@@ -132,6 +136,7 @@ def predict_step(
     shape = (layout.schedule, layout.pp, layout.vpp, micro_batches, costs.stages, costs.transfer_s)
     length = pipeline_s(*shape)
     waiting = pipeline_s(*shape, costs.hosts) - length
+    waiting_longer = pipeline_s(*shape, tuple(host.times(HOST_SLOWER) for host in costs.hosts)) - length
     busy = costs.busy_s(layout)
     longest = max(range(layout.pp), key=lambda rank: busy[rank])
     stages = layout.stages_of(longest)
@@ -158,7 +163,7 @@ def predict_step(
     flops = [decoder.flops_per_token(seq_len, causal=causal) * tokens / step / peak for causal in (True, False)]
     return StepTime(
         step,
-        _range(step, breakdown),
+        _range(step, breakdown, waiting_longer - waiting),
         tokens / step,
         Mfu(flops[0], flops[1], peak),
         1.0 - sum(busy) / (length * layout.pp),
@@ -259,10 +264,10 @@ def step_timeline(
     return simulate(schedule, lambda action: costs.stages[action.stage].of(action.kind), costs.transfer_s)
 
 
-def _range(step: float, breakdown: Breakdown) -> tuple[float, float]:
+def _range(step: float, breakdown: Breakdown, longer: float) -> tuple[float, float]:
     variance = sum((part * share) ** 2 for part, share in zip(_parts(breakdown), _parts(UNCERTAINTY), strict=True))
     spread = math.sqrt(variance) / step
-    return step / (1 + spread), step * (1 + spread)
+    return step / (1 + spread), max(step * (1 + spread), step + longer)
 
 
 _parts = attrgetter(*(part.name for part in fields(Breakdown)))
