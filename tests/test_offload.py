@@ -39,7 +39,7 @@ State = tuple[list[tuple[float, float]], list[Tensor]]
 
 def after_steps(engine: Engine, samples: list[Sample], layout: Layout) -> State:
     """Losses and gradient norms of two steps with a measurement between, and what the second leaves."""
-    batch = local_batch(samples, layout, engine.groups.at.dp)
+    batch = local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp)
     told = [train_step(engine, batch, 1e-2, 1.0)]
     evaluate_step(engine, batch)
     told.append(train_step(engine, batch, 1e-2, 1.0))
@@ -75,6 +75,8 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "tp2-nosp": (Layout(tp=2, sequence_parallel=False, offload=("layer",)), {}),
     "tp4-pieces": (Layout(tp=4, offload=BOTH), {"how": in_pieces}),
     "gathered": (Layout(tp=2, keep_gathered=True, offload=BOTH), {}),
+    "cp2": (Layout(cp=2, offload=BOTH), {}),
+    "tp2-cp2-packed": (Layout(tp=2, cp=2, recompute=("norm",), offload=("layer",)), {"packed": True}),
     "gpipe": (Layout(pp=2, schedule="gpipe", offload=BOTH), {}),
     "pp2": (Layout(pp=2, offload=("layer",)), {}),
     "pp4": (Layout(pp=4, offload=BOTH), {}),
@@ -187,7 +189,7 @@ def kept_on_rank(rank: int, folder: Path, layout: Layout, samples: list[Sample],
     Of the last layer everything is still there, for no pass has followed.
     """
     engine = engine_for(folder, layout, SEQ, MICRO_BATCHES, dtype=dtype, weights="random")
-    batch = local_batch(samples, layout, engine.groups.at.dp)
+    batch = local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp)
     found = []
     for stage in engine.stages:
         engine.offloader._end_pass(None)
