@@ -51,10 +51,10 @@ class Ranks:
     """A pool of processes; `run` gives the first `world_size` of them the same function."""
 
     def __init__(self) -> None:
-        # Children are forked from one server that has imported torch already: a rank starts in milliseconds.
+        # Children are forked from one server that has imported what test files import: a rank starts in milliseconds.
         self.context = mp.get_context("forkserver")
         self.context.set_forkserver_preload(
-            ["torch", "torch.distributed.tensor", "triweave.training.step", "pytest", "hypothesis"]
+            ["triweave.training.loop", "triweave.verify.run", "transformers.models.auto", "pytest", "hypothesis"]
         )
         self.workers: list[tuple[Any, Connection]] = []
         # Of stores and stacks, kept until the processes are gone: torch's file store, which a rank drops after it

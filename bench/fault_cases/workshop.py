@@ -26,7 +26,7 @@ from triweave.training.endings import heard
 from triweave.training.loop import train
 from triweave.training.process import Process
 from triweave.training.processes import run_ranks
-from triweave.training.resume import check_resume
+from triweave.training.resume_check import check_resume
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from triweave.errors import InputError, Problem
-from triweave.recovery.stop import StopRequest, heed
+from triweave.recovery.stop import STOP_SIGNALS, StopRequest, heed
 
 GRACE_S = 5.0
 """Time that ranks get to end by themselves after another has failed."""
@@ -97,6 +97,13 @@ def let_the_first_rank_speak() -> None:
     `GRACE_S` has met something of its own.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        # The launcher's signal may have come while it was put off or only noted.
-        heed()
+        # The launcher's signal may have come while it was put off, and nobody listens to what would only be noted.
+        listen_no_more()
         time.sleep(GRACE_S)
+
+
+def listen_no_more() -> None:
+    """Let stop signals end this process, as they do a process that knows nothing of them."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    heed()

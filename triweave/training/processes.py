@@ -28,10 +28,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from triweave.config.schema import RuntimeConfig
-from triweave.errors import GivenUp, InputError, Problem, RunFailed, TriweaveError
+from triweave.errors import GivenUp, InputError, Problem, Refused, RunFailed, TriweaveError
 from triweave.recovery.self_check import together
 from triweave.recovery.stop import STOP_SIGNALS, STOPPED, StopRequest
-from triweave.training.process import GRACE_S, Process, end_launcher, let_the_first_rank_speak
+from triweave.training.process import GRACE_S, Process, end_launcher, let_the_first_rank_speak, listen_no_more
 
 SETTLE_S = 0.5
 """Time in which ranks that fail because another did are heard too, so that the first of them is told."""
@@ -137,6 +137,8 @@ class Ending:
     """Whether the rank only lost a peer: what ended the peer is the thing to tell."""
     is_last: bool = False
     """Whether the run is not to be started again."""
+    is_refused: bool = False
+    """Whether rank 0 did not begin: where it is, it says it itself."""
     time_s: float = field(default_factory=time.monotonic)
     """When: one clock for all processes of a host."""
 
@@ -205,6 +207,10 @@ def run_as_rank(process: Process, function: Callable[[Process], int]) -> int:
     """
     ending = _ending_of(function, process)
     if ending.message:
+        if ending.is_refused and process.stop.number:
+            # Asked by the launcher, which has seen rank 0 end.
+            listen_no_more()
+            signal.raise_signal(process.stop.number)
         if ending.is_consequence:
             time.sleep(GRACE_S)  # in which the launcher hears of the rank that is the cause, and ends this one
         elif ending.foreseen:
@@ -227,8 +233,13 @@ def _ending_of(function: Callable[[Process], int], process: Process) -> Ending:
     try:
         return Ending(function(process))
     except TriweaveError as error:
-        is_last = isinstance(error, GivenUp)
-        return Ending(error.exit_code, str(error), is_consequence=lost_a_peer(error), is_last=is_last)
+        return Ending(
+            error.exit_code,
+            str(error),
+            is_consequence=lost_a_peer(error),
+            is_last=isinstance(error, GivenUp),
+            is_refused=isinstance(error, Refused),
+        )
     except KeyboardInterrupt:
         return Ending(130, f"rank {process.rank} was interrupted")
     except Exception as error:
