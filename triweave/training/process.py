@@ -90,7 +90,7 @@ def let_segments_grow() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def let_the_first_rank_speak() -> None:
+def let_the_first_rank_speak(asked: int = 0) -> None:
     """Wait, on all ranks of a host but its first: what is wrong with the input is wrong for each of them.
 
     The first one says it and ends, whereupon the launcher ends the others. A rank that is still there after
@@ -98,12 +98,9 @@ def let_the_first_rank_speak() -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # The launcher's signal may have come while it was put off, and nobody listens to what would only be noted.
-        listen_no_more()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        heed()
+        if asked:
+            signal.raise_signal(asked)
         time.sleep(GRACE_S)
-
-
-def listen_no_more() -> None:
-    """Let stop signals end this process, as they do a process that knows nothing of them."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    heed()

@@ -31,7 +31,7 @@ from triweave.config.schema import RuntimeConfig
 from triweave.errors import GivenUp, InputError, Problem, Refused, RunFailed, TriweaveError
 from triweave.recovery.self_check import together
 from triweave.recovery.stop import STOP_SIGNALS, STOPPED, StopRequest
-from triweave.training.process import GRACE_S, Process, end_launcher, let_the_first_rank_speak, listen_no_more
+from triweave.training.process import GRACE_S, Process, end_launcher, let_the_first_rank_speak
 
 SETTLE_S = 0.5
 """Time in which ranks that fail because another did are heard too, so that the first of them is told."""
@@ -207,14 +207,10 @@ def run_as_rank(process: Process, function: Callable[[Process], int]) -> int:
     """
     ending = _ending_of(function, process)
     if ending.message:
-        if ending.is_refused and process.stop.number:
-            # Asked by the launcher, which has seen rank 0 end.
-            listen_no_more()
-            signal.raise_signal(process.stop.number)
         if ending.is_consequence:
             time.sleep(GRACE_S)  # in which the launcher hears of the rank that is the cause, and ends this one
         elif ending.foreseen:
-            let_the_first_rank_speak()
+            let_the_first_rank_speak(process.stop.number if ending.is_refused else 0)
         print(f"error: {ending.message}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         if ending.is_last:
@@ -232,14 +228,11 @@ _LOST_PEER = re.compile(r"[Cc]onnection (closed|reset) by|[Bb]roken pipe|ncclRem
 def _ending_of(function: Callable[[Process], int], process: Process) -> Ending:
     try:
         return Ending(function(process))
+    except Refused as error:
+        return Ending(error.exit_code, str(error), is_refused=True)
     except TriweaveError as error:
-        return Ending(
-            error.exit_code,
-            str(error),
-            is_consequence=lost_a_peer(error),
-            is_last=isinstance(error, GivenUp),
-            is_refused=isinstance(error, Refused),
-        )
+        is_last = isinstance(error, GivenUp)
+        return Ending(error.exit_code, str(error), is_consequence=lost_a_peer(error), is_last=is_last)
     except KeyboardInterrupt:
         return Ending(130, f"rank {process.rank} was interrupted")
     except Exception as error:
