@@ -95,6 +95,9 @@ def let_the_first_rank_speak(asked: int = 0) -> None:
 
     The first one says it and ends, whereupon the launcher ends the others. A rank that is still there after
     `GRACE_S` has met something of its own.
+
+    Args:
+        asked: number of a stop signal that was noted, where it can only be the launcher's; 0 is none.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # The launcher's signal may have come while it was put off, and nobody listens to what would only be noted.
