@@ -28,7 +28,8 @@ class ShardedAdamW:
     """AdamW over this rank's shards; two groups of parts, with weight decay and without.
 
     Where there is no kernel of ours, torch's fused one steps. It is called by itself: torch.optim's first optimizer
-    imports torch's compiler, which takes each rank most of a second.
+    imports torch's compiler, which takes each rank most of a second, and whose frames stay behind in a cycle (torch
+    2.13) that keeps the engine's memory when the engine is gone.
     """
 
     def __init__(self, units: list[Unit], config: OptimizerConfig) -> None:
