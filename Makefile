@@ -37,7 +37,7 @@ lint: .venv/.test ## style, imports and types, without the tests
 	echo "imports"
 	report=$$($(BIN)/lint-imports) || { echo "$$report"; exit 1; }
 	echo "types"
-	$(BIN)/mypy --no-error-summary
+	$(BIN)/mypy --no-error-summary --num-workers $(JOBS)
 
 requirements: ## resolve the newest versions anew and pin them in requirements/
 	rm -rf $(LOCK) && $(PYTHON) -m venv $(LOCK)

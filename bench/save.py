@@ -34,8 +34,9 @@ from triweave.config.validate import ResolvedRun
 from triweave.dryrun.on_gpu import fill_on_device
 from triweave.groups import alone
 from triweave.layout import Layout
-from triweave.training.checkpoints import RunProgress, snapshot_bytes, take_snapshot
+from triweave.training.checkpoints import snapshot_bytes, take_snapshot
 from triweave.training.engine import Engine, build_engine
+from triweave.training.run_progress import RunProgress
 from triweave.training.saver import Saver
 
 GB = 1e9

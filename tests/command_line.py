@@ -159,14 +159,14 @@ class Running:
 
     def all_gone(self) -> bool:
         """Whether no process is left after at most `END_S` seconds."""
-        return wait_until(lambda: not self.alive(), END_S)
+        return wait_until(lambda: not self.alive(), END_S, pause_s=0.1)
 
 
-def wait_until(condition: Callable[[], bool], within_s: float = TIMEOUT_S) -> bool:
-    """Ask again and again; whether `condition` came true in time."""
+def wait_until(condition: Callable[[], bool], within_s: float = TIMEOUT_S, pause_s: float = 0.01) -> bool:
+    """Ask again and again; whether `condition` came true in time. What takes long to ask wants longer pauses."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(pause_s)
     return True

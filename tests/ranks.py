@@ -12,17 +12,36 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from triweave.recovery.stop import STOP_SIGNALS
+
 TIMEOUT_S = 120
+ASKING = {signal.SIGINT, *STOP_SIGNALS}
+PRELOAD = ["triweave.training.loop", "triweave.verify.run", "transformers.models.auto", "pytest", "hypothesis"]
+"""What test files import: a rank is there in milliseconds, and not after seconds of a processor."""
+
+
+def start_server() -> None:
+    """Start the server that forks all ranks of this process, those of `run_ranks` too, which would start a barer one.
+
+    As there, it is born with the signals blocked that ask a rank to stop.
+    """
+    mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    resource_tracker.ensure_running()
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def _serve(connection: Connection, stacks: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     # Written by the signal's handler itself, so also where the interpreter's lock is never given back.
     faulthandler.register(signal.SIGUSR2, file=stacks.open("w"), all_threads=True)
     torch.set_num_threads(1)
@@ -51,11 +70,7 @@ class Ranks:
     """A pool of processes; `run` gives the first `world_size` of them the same function."""
 
     def __init__(self) -> None:
-        # Children are forked from one server that has imported torch already: a rank starts in milliseconds.
         self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(
-            ["torch", "torch.distributed.tensor", "triweave.training.step", "pytest", "hypothesis"]
-        )
         self.workers: list[tuple[Any, Connection]] = []
         # Of stores and stacks, kept until the processes are gone: torch's file store, which a rank drops after it
         # has answered, waits its whole time-out (2.13) for a folder that is removed while it does so.

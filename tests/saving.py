@@ -11,8 +11,8 @@ from parity import engine_for, local_batch, make_samples
 from triweave.checkpoint.places import open_store
 from triweave.errors import RunFailed
 from triweave.layout import Layout, even_layers
-from triweave.training.checkpoints import RunProgress
 from triweave.training.engine import Engine
+from triweave.training.run_progress import RunProgress
 from triweave.training.saver import Saver
 from triweave.training.step import train_step
 

@@ -232,14 +232,14 @@ def test_a_stage_has_its_own_peers_and_no_others(bench: SimpleNamespace, tmp_pat
 
 @pytest.fixture
 def call(bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command, in this process, rehearsing on four others in a folder of its own."""
+    """The command, in this process, rehearsing on two others in a folder of its own."""
     eight = importlib.import_module("eight")
     # What it sets for its ranks ends with the test.
     for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "CUDA_VISIBLE_DEVICES", "BENCH_VERIFY"):
         monkeypatch.setenv(name, os.environ.get(name, "0"))
 
     def call(*words: str) -> int:
-        told = ["--gpus", "4", "--shape", "tiny", "--out", str(tmp_path), "--limit-s", "400", "--budget-s", "500"]
+        told = ["--gpus", "2", "--shape", "tiny", "--out", str(tmp_path), "--limit-s", "400", "--budget-s", "500"]
         monkeypatch.setattr(sys, "argv", ["eight.py", *told, *words])
         return int(eight.main())
 
@@ -259,15 +259,15 @@ def test_nothing_is_timed_that_was_not_predicted(call: Callable[..., int], capsy
 def test_rehearsal_from_end_to_end(
     call: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On four processes: told first, then a layout proved and timed, and a stage; the page has all, none runs twice."""
-    words = ("--only", "tell,verify,70b,8b", "--cases", "verify_tiny-deep_tp4_,triweave_tiny-deep_tp4_,stage-2")
+    """On two processes: told first, then a layout proved and timed, and a stage; the page has all, none runs twice."""
+    words = ("--only", "tell,verify,70b,8b", "--cases", "verify_tiny-deep_tp2_,triweave_tiny-deep_tp2_,stage-2")
     assert call(*words) == 0
     told = capsys.readouterr().out
     assert told.count(": ok, ") == 3, told
     page = (tmp_path / "eight.md").read_text()
     assert "| 1 of 1 that are trained | met |" in page
-    assert "| stage_tiny-deep_tp4-pp4_mb1_stage-2_layers-4_sequences-8 | 0." in page
-    assert "| triweave_tiny-deep_tp4_mb2_keep_gathered-on | " in page
+    assert "| stage_tiny-deep_tp2-pp4_mb1_stage-2_layers-4_sequences-8 | 0." in page
+    assert "| triweave_tiny-deep_tp2_mb1_keep_gathered-on | " in page
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["case"]["system"] for row in rows if row["outcome"] == "ok"} == {"verify", "stage", "triweave"}
     assert all(row["told_by"]["times"] for row in rows)

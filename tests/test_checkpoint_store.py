@@ -23,8 +23,9 @@ from triweave.errors import RunFailed
 from triweave.groups import alone
 from triweave.layout import Layout
 from triweave.model_spec import spec_from_folder
-from triweave.training.checkpoints import load_checkpoint, read_progress
+from triweave.training.checkpoints import load_checkpoint
 from triweave.training.engine import Engine
+from triweave.training.run_progress import read_progress
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from command_line import make_workspace
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import resolved_run
 
+from triweave.errors import Refused
 from triweave.launch.placement import describe_node, misplaced, node_ranks
 from triweave.launch.variables import NODE_RANK
 from triweave.layout import Layout
+from triweave.recovery.agreement import refuse
+from triweave.training.process import Process
+from triweave.training.rank_order import WHAT, check_rank_order
 
 PLAN = Layout(tp=2, pp=4)
 HOSTS = [f"h{rank // 2}" for rank in range(8)]
@@ -57,6 +63,14 @@ def test_nodes_hold_every_rank_once(tp: int, pp: int, dp: int, per_node: int) ->
     nodes = node_ranks(layout, per_node)
     assert [rank for node in nodes for rank in node] == list(range(layout.world_size))
     assert all(describe_node(layout, node).startswith("ranks ") for node in nodes)
+
+
+def test_a_refusal_of_rank_0_is_heard() -> None:
+    """A rank that waits for rank 0, which does not begin, hears it at once and not after its time-out."""
+    store = dist.HashStore()
+    refuse(store, WHAT, "resume = there: is no checkpoint")
+    with pytest.raises(Refused, match="is no checkpoint"):
+        check_rank_order(store, Process(1, 2, 1, 2), resolved_run())
 
 
 TORCHRUN = [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,10 +141,24 @@ def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert f"rank 1 on {os.uname().nodename} has not reached the store of rank 0 at 127.0.0.1:9 within 2 s" in message
 
 
-def test_the_opening_tells_grid_forecast_and_check(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A run of two steps, of which every process lists what it imports on standard error."""
+    folder = make_workspace(tmp_path_factory.mktemp("opened") / "work")
+    return triweave("train", "run.yaml", "--train.steps", "2", cwd=folder, env={"PYTHONPROFILEIMPORTTIME": "1"})
+
+
+def test_nothing_heavy_is_imported_twice(opened: subprocess.CompletedProcess[str]) -> None:
+    """Who starts the ranks does without what trains, ranks find it imported, and nobody imports torch's compiler."""
+    assert opened.returncode == 0, opened.stderr[-2000:]
+    imports = Counter(line.rpartition("|")[2].strip() for line in opened.stderr.splitlines() if "|" in line)
+    heavy = ("torch", "triweave.training.loop", "torch.distributed.checkpoint", "torch._dynamo")
+    assert [imports[name] for name in heavy] == [2, 1, 1, 0]
+
+
+def test_the_opening_tells_grid_forecast_and_check(opened: subprocess.CompletedProcess[str]) -> None:
     """Before the first step a run tells its layer map, its hosts, its memory and that its groups were tried."""
-    done = triweave("train", "run.yaml", "--train.steps", "2", cwd=make_workspace(tmp_path))
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    lines = [line for line in opened.stdout.splitlines() if line.strip()]
     before = lines[: next(number for number, line in enumerate(lines) if line.startswith("step "))]
     begins = [line.split()[0] for line in before]
     words = ("model", "grid", "stage", "host", "predicted", "checked")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -159,6 +161,19 @@ def test_adamw_is_torchs_on_the_whole_model(ranks: Ranks, tmp_path: Path, layout
         for kind, value in expected.items():
             # The fused kernel rounds in another order.
             torch.testing.assert_close(last[kind][name], value, rtol=1e-5, atol=1e-6, msg=f"{kind} of {name}")
+
+
+def test_an_engine_is_freed_with_its_last_user(tmp_path: Path) -> None:
+    """No cycle keeps masters and modules of an engine that has trained: the next one has its memory."""
+    gc.disable()
+    try:
+        engine = engine_on(tiny_config(tmp_path), Layout(), SAMPLES)
+        train_step(engine, local_batch(SAMPLES, engine.layout, 0), 1e-2, 1.0)
+        held = [weakref.ref(engine.sharding.units[0].master), weakref.ref(engine.stages[0])]
+        del engine
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 1e3])

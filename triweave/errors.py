@@ -4,7 +4,8 @@ TriweaveError
 ├── InputError        2  what the user gave is wrong: a key, a value, the rule, the nearest legal value
 ├── AnswerIsNo        1  the question was fine and the answer is no: does not fit, differs, unhealthy
 └── RunFailed         1  a run that was right to start could not go on
-    └── GivenUp       1  ... so often that nobody is to start it again
+    ├── GivenUp       1  ... so often that nobody is to start it again
+    └── Refused       1  rank 0 does not begin, and tells why itself
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class RunFailed(TriweaveError):
 
 class GivenUp(RunFailed):
     """A run that has failed so often in a row that whoever starts it again is to stop."""
+
+
+class Refused(RunFailed):
+    """What the other ranks meet where rank 0 does not begin: it has told why, and they go without a word."""
 
 
 def closest(word: str, choices: Sequence[str]) -> str | None:

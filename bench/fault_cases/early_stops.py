@@ -29,7 +29,8 @@ from triweave.config.document import to_yaml
 from triweave.recovery.stop import STOPPED
 
 TRIES = 10
-KEYS = {"train.steps": 8, "checkpoint.every_steps": 4, "cluster": f"1x{RANKS}xcpu"}
+KEYS = {"train.steps": 400, "checkpoint.every_steps": 200, "cluster": f"1x{RANKS}xcpu"}
+"""Steps for longer than the `AGAIN_S` after which the script of `launch` repeats a warning that no rank has heard."""
 
 
 @dataclass(frozen=True, slots=True)

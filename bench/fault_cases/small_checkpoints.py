@@ -20,8 +20,9 @@ from triweave.config.schema import DataConfig, LayoutConfig, ModelConfig, Run, T
 from triweave.config.validate import ResolvedRun
 from triweave.layout import Layout, Shard
 from triweave.model_spec import spec_from_folder
-from triweave.training.checkpoints import RunProgress, take_snapshot
+from triweave.training.checkpoints import take_snapshot
 from triweave.training.engine import Engine, build_engine
+from triweave.training.run_progress import RunProgress
 from triweave.training.saver import Saved, Saver
 
 CONFIG = {

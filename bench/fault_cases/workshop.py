@@ -6,27 +6,25 @@ import contextlib
 import functools
 import io
 import json
-import multiprocessing
 import os
 import random
 import resource
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from triweave.config.load import load_run
 from triweave.config.validate import ResolvedRun, validate
 from triweave.data.cache import PreparedData, prepare
-from triweave.recovery.stop import STOP_SIGNALS, StopRequest
+from triweave.recovery.stop import StopRequest
 from triweave.training.endings import heard
 from triweave.training.loop import train
 from triweave.training.process import Process
 from triweave.training.processes import run_ranks
-from triweave.training.resume import check_resume
+from triweave.training.resume_check import check_resume
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,19 +57,6 @@ class Outcome:
     """From the fault to the end of the last rank."""
 
 
-def start_server() -> None:
-    """Start the server that forks ranks, with more in its memory than the trainer's own: each rank starts sooner.
-
-    An optimizer's first instance imports torch's compiler. The trainer does not let the server do it, for fear of GPUs.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["triweave.training.loop", "torch._dynamo", "torch.distributed.checkpoint"])
-    resource_tracker.ensure_running()
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOP_SIGNALS})
-    forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, former)
-
-
 def processor_s() -> float:
     """Seconds that processors have worked for this process, for what it has waited for, and for the ranks.
 
@@ -89,7 +74,6 @@ def processor_s() -> float:
 
 def make_files(folder: Path, *, quick: bool = False) -> Path:
     """Model and data that need no tokenizer; returns the folder. `quick`: half of the layers, for no virtual stage."""
-    start_server()
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(

@@ -26,12 +26,11 @@ def train(run_file: Path, /, *overrides: Overrides, nproc: Nproc = None) -> int:
         nproc: Ranks to start on this host; left out, as many as the layout has.
     """
     from triweave.recovery.stop import noting
-    from triweave.training.start import Job, start
+    from triweave.training.start import Job, start, train_rank
 
     def job() -> Job:
         from triweave.training.endings import heard
-        from triweave.training.loop import train as train_rank
-        from triweave.training.resume import check_resume
+        from triweave.training.resume_check import check_resume
 
         return Job(train_rank, check_resume, heard=heard)
 

@@ -22,7 +22,8 @@ from triweave.conversion.targets import Target
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec, TensorSpec
 from triweave.parameters import stage_parameters
-from triweave.training.checkpoints import KINDS, PROGRESS_FILE, RANDOM_FILE, RunProgress
+from triweave.training.checkpoints import KINDS, RANDOM_FILE
+from triweave.training.run_progress import PROGRESS_FILE, RunProgress
 
 COLUMN_TILES = 8
 """Tiles of a band of a row-parallel weight, so that each of 2, 4 or 8 tensor-parallel ranks reads its own alone."""

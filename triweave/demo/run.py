@@ -24,9 +24,8 @@ from triweave.config.schema import (
 from triweave.demo.gguf_model import find_or_fetch_wheel, unpack_checkpoint
 from triweave.demo.questions import ATTRIBUTION, write_questions
 from triweave.training.endings import heard
-from triweave.training.loop import train
 from triweave.training.metrics import duration
-from triweave.training.start import Job, start
+from triweave.training.start import Job, start, train_rank
 
 MODEL = "SmolLM2-135M-Instruct (Apache-2.0), from 4-bit weights"
 ANSWER_TOKENS = 48
@@ -77,7 +76,7 @@ def run_demo(cache: Path, folder: Path) -> int:
     run_file.write_text(commented_yaml(demo_run(model, train_file, validation_file, output)), encoding="utf-8")
 
     _say("4/5", f"fine-tuning: triweave train {run_file}")
-    code = start(run_file, (), None, lambda: Job(train, heard=heard))
+    code = start(run_file, (), None, lambda: Job(train_rank, heard=heard))
     if code:
         return code
     losses = validation_losses(output)

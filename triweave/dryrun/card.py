@@ -7,7 +7,6 @@ keeps other tensors than the operations that replace it elsewhere. Why: docs/dec
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +19,8 @@ from torch.overrides import TorchFunctionMode
 from triweave.layers.attention_kernels import cudnn_fits
 
 META = torch.device("meta")
-CUDA = torch.device("cuda")
 
 _IS_CUDA = vars(torch.Tensor.__base__)["is_cuda"].__get__
-_DEVICE = vars(torch.Tensor.__base__)["device"].__get__
 _READS = {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__bool__: True}
 """What the numbers of a tensor without numbers are taken to be."""
 
@@ -32,7 +29,6 @@ _ANSWERED = frozenset(
     {
         *_READS,
         _IS_CUDA,
-        _DEVICE,
         torch.autograd.backward,
         Tensor.to,
         Tensor.data_ptr,
@@ -73,8 +69,6 @@ class Card(TorchFunctionMode):
             return func(*args, **_on_meta(kwargs))
         if func == _IS_CUDA:
             return True
-        if func == _DEVICE and _asked_by_optimizer():
-            return CUDA
         if func in _READS:
             return _READS[func]
         if func is Tensor.data_ptr:
@@ -90,11 +84,6 @@ class Card(TorchFunctionMode):
 
 def _is_cuda_device(value: object) -> bool:
     return isinstance(value, torch.device) and value.type == "cuda"
-
-
-def _asked_by_optimizer() -> bool:
-    """Whether torch.optim asks for a tensor's device: it refuses `fused=True` on meta, where its kernel works."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torch.optim")
 
 
 def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 
 import triweave
 from triweave.config.validate import ResolvedRun
-from triweave.errors import RunFailed
+from triweave.errors import Refused, RunFailed
 from triweave.recovery.statement import Collective, recorded_collectives
 
 LATER_S = 5.0
@@ -180,7 +180,7 @@ def exchange(store: Store, what: str, rank: int, world_size: int, mine: str, tim
         missing = [number for number, key in enumerate(keys) if not store.check([key])]
         ranks = ", ".join(map(str, missing))
         message = f"rank {ranks} has not come within {timeout_s:.0f} s (of {world_size} ranks)"
-        store.set(f"{what}/verdict", json.dumps([message, ""]))
+        store.set(f"{what}/verdict", json.dumps([message, "", False]))
         raise RunFailed(message) from None
     return [store.get(key).decode() for key in keys]
 
@@ -190,20 +190,26 @@ def settled(store: Store, what: str, rank: int, text: str, timeout_s: float) -> 
 
     Raises:
         RunFailed: on the others, a rank has not come to the exchange, or rank 0 itself has not.
+        Refused: on the others, rank 0 has called `refuse` instead.
     """
     key = f"{what}/verdict"
     if rank == 0:
-        store.set(key, json.dumps(["", text]))
+        store.set(key, json.dumps(["", text, False]))
         return text
     try:
         # Rank 0 may have begun to wait for others later than this one.
         store.wait([key], timedelta(seconds=timeout_s + LATER_S))
     except RuntimeError:
         raise RunFailed(f"rank 0 has not come within {timeout_s + LATER_S:.0f} s, or its store is gone") from None
-    failure, said = json.loads(store.get(key))
+    failure, said, is_refused = json.loads(store.get(key))
     if failure:
-        raise RunFailed(failure)
+        raise (Refused if is_refused else RunFailed)(failure)
     return str(said)
+
+
+def refuse(store: Store, what: str, message: str) -> None:
+    """Let all who wait for what rank 0 makes of an exchange know that it does not come to it."""
+    store.set(f"{what}/verdict", json.dumps([message, "", True]))
 
 
 def agree(

@@ -10,13 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from triweave import __version__
 from triweave.checkpoint.agreement import gather
 from triweave.checkpoint.host_copy import HostCopy
 from triweave.checkpoint.kept import name_of
@@ -32,33 +30,15 @@ from triweave.groups import Group
 from triweave.model_spec import ModelSpec
 from triweave.training.engine import Engine
 from triweave.training.optimizer import Part
+from triweave.training.run_progress import PROGRESS_FILE, RunProgress, read_progress
 
-PROGRESS_FILE = "progress.json"
 RANDOM_FILE = "random.json"
 RUN_FILE = "run.yaml"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 """What is saved of each tensor: the float32 master and Adam's two moments."""
 
-_PROGRESS_LIMIT_BYTES = 2**20
 _RANDOM_LIMIT_BYTES = 2**28
 """Of 10,000 ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunProgress:
-    """How far a run is, and what it must find again to go on."""
-
-    step: int
-    """Optimizer steps done; with the seed it is also the position in the data, and in the learning rate's schedule."""
-    seed: int
-    global_batch: int
-    data: str
-    """Fingerprint of the training data."""
-    layout: str
-    updates: int | None = None
-    """Updates that Adam has counted; fewer than `step` where some were left out. Filled in by the save."""
-    triweave: str = __version__
-    torch: str = torch.__version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +111,6 @@ def load_checkpoint(checkpoint: str | Path, engine: Engine) -> RunProgress:
     engine.sharding.publish()
     _restore_random(checkpoint, engine)
     return progress
-
-
-def read_progress(checkpoint: str | Path) -> RunProgress:
-    """How far the run was when `checkpoint` was written.
-
-    Raises:
-        InputError: it is no checkpoint, or not a whole one.
-    """
-    try:
-        values = json.loads(read_bytes(*locate(checkpoint), PROGRESS_FILE, _PROGRESS_LIMIT_BYTES))
-        progress = RunProgress(**values)
-        counts = (progress.step, progress.seed, progress.global_batch, progress.updates or 0)
-        if not all(type(count) is int and count >= 0 for count in counts):
-            raise ValueError("no counts")
-        return progress
-    except (DamagedCheckpoint, ValueError, TypeError, RecursionError):
-        rule = f"is no checkpoint: it has no readable {PROGRESS_FILE}"
-        raise InputError(Problem("resume", checkpoint, rule)) from None
 
 
 def _restore_random(checkpoint: str | Path, engine: Engine) -> None:

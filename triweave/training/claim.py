@@ -18,7 +18,7 @@ from triweave.errors import InputError, Problem
 from triweave.recovery.agreement import digest_of
 from triweave.recovery.starts import begin
 from triweave.run_folder import STOPPED_FILE
-from triweave.training.resume import store_of
+from triweave.training.resume_check import store_of
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -79,10 +78,6 @@ def build_engine(
     `fill` gives the units their first weights where they are not to be those that the run file names;
     `transport_for` says what carries slices where that cannot be asked of the machine.
     """
-    if device.type == "cuda":
-        # The first AdamW of a process imports torch's compiler, whose frames stay behind in a cycle (torch 2.13) and
-        # hold whoever made it: an engine that was built before this one would keep its memory.
-        gc.collect()
     run, spec, layout = resolved.run, resolved.spec, resolved.layout
     if run.model.fp8:
         check_fp8(device)

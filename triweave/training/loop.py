@@ -24,7 +24,7 @@ from triweave.recovery.save_now import SaveNow
 from triweave.recovery.stop import STOPPED, signal_name
 from triweave.run_folder import SAVE_NOW_FILE
 from triweave.training.batches import batch_of, training_batch, validation_batches
-from triweave.training.checkpoints import RUN_FILE, RunProgress
+from triweave.training.checkpoints import RUN_FILE
 from triweave.training.console import Console, closing, opening
 from triweave.training.endings import leave_word, note_code
 from triweave.training.engine import DTYPES, Engine, build_engine
@@ -48,7 +48,9 @@ from triweave.training.not_finite import NumberGuard
 from triweave.training.process import Process
 from triweave.training.rank import Rank, at_work
 from triweave.training.replicas import compare_replicas, has_replicas
-from triweave.training.resume import Resumed, clean_up, resume, store_of
+from triweave.training.resume import Resumed, clean_up, resume
+from triweave.training.resume_check import store_of
+from triweave.training.run_progress import RunProgress
 from triweave.training.saver import Saver
 from triweave.training.step import evaluate_step, train_step
 

@@ -21,31 +21,21 @@ class Part:
     inside: slice
     """Which elements of the shard."""
     parameter: nn.Parameter
-    """What torch's optimizer sees: a view of the master shard."""
+    """A view of the master shard."""
 
 
 class ShardedAdamW:
-    """AdamW over this rank's shards; two parameter groups, with weight decay and without.
+    """AdamW over this rank's shards; two groups of parts, with weight decay and without.
 
-    torch's fused optimizer holds the state, and steps where there is no kernel of ours.
+    Where there is no kernel of ours, torch's fused one steps. It is called by itself: torch.optim's first optimizer
+    imports torch's compiler, which takes each rank most of a second, and whose frames stay behind in a cycle (torch
+    2.13) that keeps the engine's memory when the engine is gone.
     """
 
     def __init__(self, units: list[Unit], config: OptimizerConfig) -> None:
         self.config = config
         self.parts = [part for unit in units for part in _parts(unit)]
-        decayed = [part.parameter for part in self.parts if _is_decayed(part)]
-        others = [part.parameter for part in self.parts if not _is_decayed(part)]
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        self._moments: list[dict[str, Tensor]] = [{} for _ in self.parts]
 
     def step(self, learning_rate: float, divisor: Tensor | None = None) -> None:
         """Update the master shards from the reduced gradients.
@@ -60,18 +50,36 @@ class ShardedAdamW:
         if self.parts and uses_kernels(self.parts[0].parameter):
             self._step_in_one_pass(learning_rate, divisor)
             return
-        for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
-        for part in self.parts:
-            # Assigned every step: units that keep only shards may have a new buffer.
-            part.parameter.grad = part.unit.gradient[part.inside]
-        # The fused kernel divides while it reads: one pass less than scaling before.
-        self.adamw.grad_scale = divisor  # type: ignore[attr-defined]
-        self.adamw.found_inf = skipped = None if divisor is None else divisor.isnan().float()  # type: ignore[attr-defined]
-        self.adamw.step()
-        del self.adamw.grad_scale, self.adamw.found_inf  # type: ignore[attr-defined]
-        if skipped is not None and self.parts:
-            torch._foreach_add_([state["step"] for _, state in self.states()], skipped)
+        for decayed in (True, False):
+            self._step_fused(learning_rate, divisor, decayed=decayed)
+
+    @torch.no_grad()
+    def _step_fused(self, learning_rate: float, divisor: Tensor | None, *, decayed: bool) -> None:
+        states = [(part, state) for part, state in self.states() if _is_decayed(part) == decayed]
+        if not states:
+            return
+        steps = [state["step"] for _, state in states]
+        torch._foreach_add_(steps, 1.0)
+        beta1, beta2 = self.config.betas
+        torch._fused_adamw_(
+            [part.parameter for part, _ in states],
+            # Asked for every step: units that keep only shards may have a new buffer.
+            [part.unit.gradient[part.inside] for part, _ in states],
+            [state["exp_avg"] for _, state in states],
+            [state["exp_avg_sq"] for _, state in states],
+            [],
+            steps,
+            lr=learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=self.config.weight_decay if decayed else 0.0,
+            eps=self.config.eps,
+            amsgrad=False,
+            maximize=False,
+            # The kernel divides while it reads: one pass less than scaling before.
+            grad_scale=divisor,
+            found_inf=None if divisor is None else divisor.isnan().float(),
+        )
 
     @torch.no_grad()
     def _step_in_one_pass(self, learning_rate: float, divisor: Tensor | None) -> None:
@@ -96,8 +104,7 @@ class ShardedAdamW:
 
     def states(self) -> Iterator[tuple[Part, dict[str, Tensor]]]:
         """Each part with its moments `exp_avg` and `exp_avg_sq` and its `step`; made of zeros if not there yet."""
-        for part in self.parts:
-            state = self.adamw.state[part.parameter]
+        for part, state in zip(self.parts, self._moments, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=part.parameter.device)
                 state["exp_avg"] = torch.zeros_like(part.parameter)

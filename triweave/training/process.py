@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from triweave.errors import InputError, Problem
-from triweave.recovery.stop import StopRequest, heed
+from triweave.recovery.stop import STOP_SIGNALS, StopRequest, heed
 
 GRACE_S = 5.0
 """Time that ranks get to end by themselves after another has failed."""
@@ -90,13 +90,20 @@ def let_segments_grow() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def let_the_first_rank_speak() -> None:
+def let_the_first_rank_speak(asked: int = 0) -> None:
     """Wait, on all ranks of a host but its first: what is wrong with the input is wrong for each of them.
 
     The first one says it and ends, whereupon the launcher ends the others. A rank that is still there after
     `GRACE_S` has met something of its own.
+
+    Args:
+        asked: number of a stop signal that was noted, where it can only be the launcher's; 0 is none.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        # The launcher's signal may have come while it was put off or only noted.
+        # The launcher's signal may have come while it was put off, and nobody listens to what would only be noted.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         heed()
+        if asked:
+            signal.raise_signal(asked)
         time.sleep(GRACE_S)

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from triweave.config.schema import RuntimeConfig
-from triweave.errors import GivenUp, InputError, Problem, RunFailed, TriweaveError
+from triweave.errors import GivenUp, InputError, Problem, Refused, RunFailed, TriweaveError
 from triweave.recovery.self_check import together
 from triweave.recovery.stop import STOP_SIGNALS, STOPPED, StopRequest
 from triweave.training.process import GRACE_S, Process, end_launcher, let_the_first_rank_speak
@@ -137,6 +137,8 @@ class Ending:
     """Whether the rank only lost a peer: what ended the peer is the thing to tell."""
     is_last: bool = False
     """Whether the run is not to be started again."""
+    is_refused: bool = False
+    """Whether rank 0 did not begin: where it is, it says it itself."""
     time_s: float = field(default_factory=time.monotonic)
     """When: one clock for all processes of a host."""
 
@@ -208,7 +210,7 @@ def run_as_rank(process: Process, function: Callable[[Process], int]) -> int:
         if ending.is_consequence:
             time.sleep(GRACE_S)  # in which the launcher hears of the rank that is the cause, and ends this one
         elif ending.foreseen:
-            let_the_first_rank_speak()
+            let_the_first_rank_speak(process.stop.number if ending.is_refused else 0)
         print(f"error: {ending.message}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         if ending.is_last:
@@ -226,6 +228,8 @@ _LOST_PEER = re.compile(r"[Cc]onnection (closed|reset) by|[Bb]roken pipe|ncclRem
 def _ending_of(function: Callable[[Process], int], process: Process) -> Ending:
     try:
         return Ending(function(process))
+    except Refused as error:
+        return Ending(error.exit_code, str(error), is_refused=True)
     except TriweaveError as error:
         is_last = isinstance(error, GivenUp)
         return Ending(error.exit_code, str(error), is_consequence=lost_a_peer(error), is_last=is_last)

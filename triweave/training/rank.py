@@ -27,7 +27,7 @@ from triweave.training.endings import noted, noting_leave
 from triweave.training.grid_map import Place, gather_places
 from triweave.training.process import Process
 from triweave.training.processes import choose_device, lost_a_peer, meet, process_group
-from triweave.training.rank_order import check_rank_order
+from triweave.training.rank_order import check_rank_order, refusing_for_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,8 @@ def at_work(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> 
         owner = None
         if process.rank == 0:
             # By the rank that writes there; the lock goes with it, whatever ends it.
-            owner = held.enter_context(claimed_run(resolved.run, facts))
+            with refusing_for_all(process):
+                owner = held.enter_context(claimed_run(resolved.run, facts))
             held.enter_context(noted(folder, process, lost_a_peer))
         meeting = meet(process, runtime.timeout_s)
         check_rank_order(meeting, process, resolved)

@@ -20,9 +20,10 @@ from triweave.checkpoint.store import Store
 from triweave.errors import RunFailed
 from triweave.groups import Group, Groups
 from triweave.host_room import host_room
-from triweave.training.checkpoints import RunProgress, Snapshot, snapshot_bytes, take_snapshot, write_snapshot
+from triweave.training.checkpoints import Snapshot, snapshot_bytes, take_snapshot, write_snapshot
 from triweave.training.engine import Engine
 from triweave.training.host_need import Host, hosts_of, no_room_for_copies
+from triweave.training.run_progress import RunProgress
 
 SAVE_TIMEOUT_S = 3600.0
 """In which the slowest rank must have written its part: 31 GB at 10 MB/s."""

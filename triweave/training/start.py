@@ -39,6 +39,13 @@ class Job:
     """Told the end of ranks that were started here, as `run_ranks` tells it."""
 
 
+def train_rank(resolved: ResolvedRun, prepared: PreparedData, process: Process) -> int:
+    """`loop.train`, imported where the ranks are: who only starts them does without it."""
+    from triweave.training.loop import train
+
+    return train(resolved, prepared, process)
+
+
 def start(
     run_file: Path,
     overrides: Sequence[str],
@@ -96,10 +103,12 @@ def start(
         prepared = prepare(resolved.run, resolved.spec.vocab_size, progress)
 
     from triweave.training.processes import run_as_rank, run_ranks
+    from triweave.training.rank_order import refusing_for_all
 
     todo = job()
     if launched is None or launched.rank == 0:
-        todo.before(resolved, prepared)
+        with refusing_for_all(launched):
+            todo.before(resolved, prepared)
     rank = functools.partial(todo.rank, resolved, prepared)
     if launched is None:
         heard = functools.partial(todo.heard, resolved)
