@@ -6,7 +6,8 @@ The transport and the layers are those that run on GPUs; only streams and flags 
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,6 +141,31 @@ def test_products_too_small_to_cut_wait_for_all_rows(tp: int) -> None:
     with patch.object(overlap, "MIN_PIECE_TOKENS", 1):
         for seed in range(5):
             check(tp, seed, splits=seed % 2 == 0, piece_s=1.0)
+
+
+@contextmanager
+def in_one_pass() -> Iterator[None]:
+    """As on a GPU: what goes to peers and into the gathered rows is written to both by one kernel."""
+
+    def copy_to_both(source: Tensor, first: Tensor, second: Tensor) -> None:
+        first.copy_(source)
+        second.copy_(source)
+
+    with (
+        patch("triweave.transport.copy_engine.uses_kernels", lambda _: True),
+        patch("triweave.kernels.copies.copy_to_both", copy_to_both),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(("tp", "piece_s"), [(2, 0.0), (4, 0.0), (4, 1.0)])
+def test_one_pass_to_both_places(tp: int, piece_s: float) -> None:
+    """Staged by a kernel, in pieces and whole: as right, and a place written before peers have taken it is seen."""
+    with patch.object(overlap, "MIN_PIECE_TOKENS", 1), in_one_pass():
+        for seed in range(5):
+            check(tp, seed, splits=seed % 2 == 0, piece_s=piece_s)
+        with patch.object(CopyEngines, "num_gathers", property(lambda _: 0, lambda *_: None)):
+            assert fails()
 
 
 def fails(seeds: int = 40) -> bool:
