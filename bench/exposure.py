@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from measuring import Bench
 from stand_ins import Alone, Dropped
 from torch import Tensor
 
-from triweave.overlap import pays_to_cut, pieces
+from triweave.layers.products import slices
+from triweave.overlap import order
 from triweave.transport.copy_engine import CopyEngines
 from triweave.transport.interface import Transport
+from triweave.transport.plain import WholeGathering
 from triweave.transport.stream_flags import Signal, StreamFlags
 
 COPIES, PRODUCTS = 240, 8
@@ -45,41 +47,22 @@ class FewerSteps(StreamFlags):
 class InPieces(Alone):
     """Nothing is communicated, and products are cut as if it were."""
 
-    cuts: dict[tuple[int, int, int], tuple[range, ...]] = field(default_factory=dict)
     name: str = "in pieces"
 
     def gather(self, x: Tensor, *, whole: bool, other: int) -> AllThere:
-        there = super().gather(x, whole=whole, other=other).finish()
-        return AllThere(self.order(x.shape[0] * x.shape[1], x.shape[2], other), there)
+        there = super().gather(x, whole=whole, other=other).pending
+        cut = order(self.group.size, self.group.rank, x.shape[0] * x.shape[1], x.shape[2], other)
+        return AllThere(cut, there)
 
     def scatter(self, tokens: tuple[int, int], moved: int, other: int) -> Dropped:
-        own, *others = self.order(tokens[0] // self.group.size * tokens[1], moved, other)
+        slice_tokens = tokens[0] // self.group.size * tokens[1]
+        own, *others = order(self.group.size, self.group.rank, slice_tokens, moved, other)
         return OwnPart((*others, own), self.group)
 
-    def order(self, slice_tokens: int, moved: int, other: int) -> tuple[range, ...]:
-        size = self.group.size
-        key = slice_tokens, moved, other
-        if key not in self.cuts:
-            cut = pays_to_cut(size, *key)
-            self.cuts[key] = pieces(size, self.group.rank, slice_tokens) if cut else (range(size),)
-        return self.cuts[key]
 
-
-@dataclass
-class AllThere:
-    pieces: tuple[range, ...]
-    out: Tensor
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        return self.out.shape[0], self.out.shape[1]
-
+class AllThere(WholeGathering):
     def rows(self, piece: range) -> Tensor:
-        size = self.out.shape[0] // sum(map(len, self.pieces))
-        return self.out[piece.start * size : piece.stop * size]
-
-    def finish(self) -> Tensor:
-        return self.out
+        return slices(self.finish(), piece, self.pieces)
 
 
 @dataclass
@@ -89,24 +72,22 @@ class OwnPart(Dropped):
         return self.part if len(self.pieces) > 1 else super().finish()
 
 
-def with_less(bench: Bench, overlapped: CopyEngines) -> dict[str, Transport]:
-    """Transports by name, each with something more than the one before it."""
-    flags = (overlapped.flags.driver, overlapped.flags.addresses, overlapped.flags.rank)
-    return {
-        "alone": Alone(bench.group),
-        "in pieces": InPieces(bench.group),
-        "copies inside": replace(overlapped, flags=FewerSteps(*flags, copies_on=overlapped.stream.cuda_stream)),
-        "copies between": replace(overlapped, flags=FewerSteps(*flags)),
-        "all": overlapped,
-    }
+def with_less(bench: Bench, overlapped: Transport) -> dict[str, Transport]:
+    """Transports by name, each with something more than the one before it; without copy engines the first two."""
+    found: dict[str, Transport] = {"alone": Alone(bench.group), "in pieces": InPieces(bench.group)}
+    if isinstance(overlapped, CopyEngines):
+        flags = (overlapped.flags.driver, overlapped.flags.addresses, overlapped.flags.rank)
+        found |= {
+            "copies inside": replace(overlapped, flags=FewerSteps(*flags, copies_on=overlapped.stream.cuda_stream)),
+            "copies between": replace(overlapped, flags=FewerSteps(*flags)),
+            "all": overlapped,
+        }
+    return found
 
 
 def parts(bench: Bench, overlapped: Transport, layer: Callable[[Transport], Callable[[], None]], **row: object) -> None:
     """Milliseconds of a layer with each of `with_less`, by turns."""
-    if not isinstance(overlapped, CopyEngines):
-        steps = {name: layer(kind(bench.group)) for name, kind in (("alone", Alone), ("in pieces", InPieces))}
-    else:
-        steps = {name: layer(transport) for name, transport in with_less(bench, overlapped).items()}
+    steps = {name: layer(transport) for name, transport in with_less(bench, overlapped).items()}
     bench.add(section="parts", **row, **bench.by_turns(steps))
     bench.sync()
 

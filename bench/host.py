@@ -84,7 +84,7 @@ def measure(todo: list[Job], out: Path, process: Process) -> int:
     device = choose_device(RuntimeConfig(), process)
     # Products of this size are never cut: here they are, as those are whose calls are counted.
     with (
-        patch("triweave.transport.copy_engine.pays_to_cut", lambda *_: True),
+        patch("triweave.overlap.pays_to_cut", lambda *_: True),
         process_group(process, device, 300),
     ):
         for job in todo:

@@ -154,7 +154,7 @@ def main() -> None:
         counted = Counted()
         current = patch("torch.cuda.current_stream", lambda counted=counted: counted)
         event = patch("torch.cuda.Event", lambda counted=counted: counted)
-        cut = patch("triweave.transport.copy_engine.pays_to_cut", lambda *_: True)
+        cut = patch("triweave.overlap.pays_to_cut", lambda *_: True)
         with gpu_path(launches), current, event, cut:
             forward, backward = layer_passes(tp, counted)
             for _ in range(3):

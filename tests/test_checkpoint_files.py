@@ -12,6 +12,7 @@ import torch
 from dense import assemble, differences, held_slices
 from hypothesis import given
 from hypothesis import strategies as st
+from on_disk import flip
 from saving import engine_on, save, train
 from tiny_configs import tiny_config
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -99,10 +100,7 @@ def test_one_file_that_fails_fails_the_save(tmp_path: Path, monkeypatch: pytest.
                 raise OSError(errno.ENOSPC, "No space left on device")
             yield file
         if name == "__0_2.distcp" and moment == "read back":
-            path = self.root / folder / name
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
+            flip(self.root / folder / name)
 
     monkeypatch.setattr(LocalStore, "create", fails)
     with pytest.raises(RunFailed, match="No space left" if moment == "written" else "__0_2.distcp has changed"):

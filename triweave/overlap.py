@@ -77,6 +77,13 @@ def pays_to_cut(tp: int, slice_tokens: int, moved: int, other: int, piece_s: flo
     return exposed_s(*price, num_pieces, piece_s) < exposed_s(*price, 1, piece_s)
 
 
+def order(tp: int, rank: int, slice_tokens: int, moved: int, other: int, piece_s: float = PIECE_S) -> tuple[range, ...]:
+    """`pieces` where it pays to cut the product, else all ranks' slices as one; the arguments are theirs."""
+    if pays_to_cut(tp, slice_tokens, moved, other, piece_s):
+        return pieces(tp, rank, slice_tokens)
+    return (range(tp),)
+
+
 def exchange_bytes(tp: int, slice_bytes: int) -> int:
     """Memory of a rank that its peers read and write: a slice to take from it, and one from each peer to it.
 

@@ -20,9 +20,8 @@ Products = tuple[float, float, float]
 """Seconds of output, input gradient and weight gradient."""
 
 _STAGE = (Measured("copy", 4),)
-_STAGE_BOTH = (Measured("add", 6),)
-"""Read once and written twice: the bytes of an addition."""
-_SUM = (Measured("add", 6),)
+_ADDITION = (Measured("add", 6),)
+"""Also what moves as many bytes: a slice that is read once and written twice."""
 
 
 class Linear(NamedTuple):
@@ -101,9 +100,9 @@ def _stage_s(place: Place) -> float:
 
 
 def _stage_both_s(place: Place) -> float:
-    return place.passes(place.own_tokens * place.decoder.hidden, 6, _STAGE_BOTH)
+    return place.passes(place.own_tokens * place.decoder.hidden, 6, _ADDITION)
 
 
 def _sum_s(place: Place) -> float:
     """A part of each rank read, their sum written: an addition of two, and as much longer as there are more."""
-    return place.passes(place.own_tokens * place.decoder.hidden * (place.tp.ranks + 1) / 3, 6, _SUM)
+    return place.passes(place.own_tokens * place.decoder.hidden * (place.tp.ranks + 1) / 3, 6, _ADDITION)

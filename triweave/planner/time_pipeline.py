@@ -73,7 +73,7 @@ def pipeline_s(
     Raises:
         InputError: the numbers do not fit the schedule.
     """
-    if all(host.of(kind) <= cost.of(kind) for host, cost in zip(hosts, costs, strict=False) for kind in _KINDS):
+    if not is_waited_for(hosts, costs):
         hosts = ()
     if pp == 1:
         return _alone_s(micro_batches, costs, hosts)
@@ -97,6 +97,11 @@ def pipeline_s(
         second = _priced(schedule, pp, vpp, many, costs, transfer_s, hosts)
         return second + (micro_batches - many) * (second - first) / (periods // 2 * period)
     return _priced(schedule, pp, vpp, micro_batches, costs, transfer_s, hosts)
+
+
+def is_waited_for(hosts: Sequence[StageCost], costs: Sequence[StageCost]) -> bool:
+    """Whether any action takes a host longer to issue than it takes itself."""
+    return any(host.of(kind) > cost.of(kind) for host, cost in zip(hosts, costs, strict=False) for kind in _KINDS)
 
 
 def least_pipeline_s(

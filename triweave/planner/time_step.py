@@ -16,7 +16,7 @@ from triweave.planner.time_actions import ActionCosts, action_costs
 from triweave.planner.time_after import after_backward_s, batch_copy_s
 from triweave.planner.time_matmul import Precision
 from triweave.planner.time_parts import add
-from triweave.planner.time_pipeline import least_pipeline_s, pipeline_s
+from triweave.planner.time_pipeline import is_waited_for, least_pipeline_s, pipeline_s
 from triweave.planner.time_shapes import Decoder
 from triweave.planner.time_stack import Stack
 from triweave.planner.time_trainer import TRIWEAVE
@@ -135,8 +135,11 @@ def predict_step(
     decoder, gpu = place.decoder, place.machine
     shape = (layout.schedule, layout.pp, layout.vpp, micro_batches, costs.stages, costs.transfer_s)
     length = pipeline_s(*shape)
-    waiting = pipeline_s(*shape, costs.hosts) - length
-    waiting_longer = pipeline_s(*shape, tuple(host.times(HOST_SLOWER) for host in costs.hosts)) - length
+    slower = tuple(host.times(HOST_SLOWER) for host in costs.hosts)
+    waiting, waiting_longer = (
+        pipeline_s(*shape, hosts) - length if is_waited_for(hosts, costs.stages) else 0.0
+        for hosts in (costs.hosts, slower)
+    )
     busy = costs.busy_s(layout)
     longest = max(range(layout.pp), key=lambda rank: busy[rank])
     stages = layout.stages_of(longest)

@@ -180,7 +180,7 @@ def exchange(store: Store, what: str, rank: int, world_size: int, mine: str, tim
         missing = [number for number, key in enumerate(keys) if not store.check([key])]
         ranks = ", ".join(map(str, missing))
         message = f"rank {ranks} has not come within {timeout_s:.0f} s (of {world_size} ranks)"
-        store.set(f"{what}/verdict", json.dumps([message, "", False]))
+        _let_know(store, what, failure=message)
         raise RunFailed(message) from None
     return [store.get(key).decode() for key in keys]
 
@@ -192,10 +192,10 @@ def settled(store: Store, what: str, rank: int, text: str, timeout_s: float) -> 
         RunFailed: on the others, a rank has not come to the exchange, or rank 0 itself has not.
         Refused: on the others, rank 0 has called `refuse` instead.
     """
-    key = f"{what}/verdict"
     if rank == 0:
-        store.set(key, json.dumps(["", text, False]))
+        _let_know(store, what, said=text)
         return text
+    key = _word_of_rank_0(what)
     try:
         # Rank 0 may have begun to wait for others later than this one.
         store.wait([key], timedelta(seconds=timeout_s + LATER_S))
@@ -209,7 +209,16 @@ def settled(store: Store, what: str, rank: int, text: str, timeout_s: float) -> 
 
 def refuse(store: Store, what: str, message: str) -> None:
     """Let all who wait for what rank 0 makes of an exchange know that it does not come to it."""
-    store.set(f"{what}/verdict", json.dumps([message, "", True]))
+    _let_know(store, what, failure=message, is_refused=True)
+
+
+def _let_know(store: Store, what: str, *, failure: str = "", said: str = "", is_refused: bool = False) -> None:
+    """Leave what `settled` reads on the other ranks."""
+    store.set(_word_of_rank_0(what), json.dumps([failure, said, is_refused]))
+
+
+def _word_of_rank_0(what: str) -> str:
+    return f"{what}/verdict"
 
 
 def agree(

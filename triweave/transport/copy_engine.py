@@ -37,7 +37,7 @@ from torch import Tensor
 from triweave.collectives import sum_parts
 from triweave.groups import Group
 from triweave.kernels.dispatch import uses_kernels
-from triweave.overlap import FLAG_BYTES, PIECE_S, exchange_bytes, pays_to_cut, pieces
+from triweave.overlap import FLAG_BYTES, PIECE_S, exchange_bytes, order
 from triweave.transport.stream_flags import Flag, MemoryOperation, Signal, StreamFlags, cuda_driver, flag_bytes
 
 
@@ -173,9 +173,7 @@ class CopyEngines:
         """How a product is cut, if it is worth it; `other` is 0 for rows that no product reads in pieces."""
         key = slice_tokens, moved, other
         if key not in self.cuts:
-            cut = pays_to_cut(self.group.size, *key, self.piece_s)
-            size, rank = self.group.size, self.group.rank
-            self.cuts[key] = pieces(size, rank, slice_tokens) if cut else (range(size),)
+            self.cuts[key] = order(self.group.size, self.group.rank, *key, self.piece_s)
         return self.cuts[key]
 
     def fitting(self, slice_bytes: int) -> int:
