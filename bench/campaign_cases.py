@@ -1,8 +1,9 @@
 """The configurations of `bench/campaign.py`: drawn by seed, legal, small enough for one GPU or two, told in JSON.
 
-Four groups. `pick`: one model and batch in every layout of two GPUs that the planner itself considers. `drawn`: random
-layouts of two GPUs, and of one. `rank`: ranks of bigger grids, each alone on one GPU. `grid`: both ranks of some
-pipelines of `pick`, alone, so that the step of the pair can be put together from one GPU and held against the pair.
+Five groups. `pick`: one model and batch in every layout of two GPUs that the planner itself considers. `drawn`: random
+layouts of two GPUs, and of one. `host`: runs of one GPU that wait for their host. `rank`: ranks of bigger grids, each
+alone on one GPU. `grid`: both ranks of some pipelines of `pick`, alone, so that the step of the pair can be put
+together from one GPU and held against the pair.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from triweave.planner.request import Request
 from triweave.planner.space import RECOMPUTE, layouts
 from triweave.rules import layout_problems
 
-Group = Literal["pick", "drawn", "rank", "grid"]
+Group = Literal["pick", "drawn", "host", "rank", "grid"]
 GPU = "h200-141gb"
 MODELS = (
     "llama-3.2-1b",
@@ -38,6 +39,8 @@ MODELS = (
 RATE = 500e12
 """Model FLOP/s of a GPU, about: sizes the draws so that steps take what is wanted. Nothing is predicted with it."""
 STEP_S = (0.15, 0.8)
+HOST_MODELS, HOST_SEQ, HOST_STEP_S = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"), (512, 1024, 2048), (0.01, 0.2)
+"""Of steps that wait for their host: layers so small that issuing them takes longer."""
 MEMORY_GIB = (6.0, 105.0)
 TINY = ModelSpec(512, 64, 128, 8, 8, 8, 8, max_position_embeddings=8192)
 GRID_SCHEDULES = (("1f1b", 1), ("zero-bubble", 1), ("interleaved", 1), ("1f1b", 2))
@@ -134,7 +137,10 @@ def draw_cases(seed: int, *, small: bool, times_only: bool = False) -> list[Case
     ones = _drawn(1 if small else 10, "one", lambda: draw_one(rng, small))
     if small:
         picks = picks[::6]
-    whole = [*ones, *by_turns([*picks, *pairs])]
+    # Of numbers of its own, so that the other draws of a seed stay what they were.
+    waiting = random.Random(f"{seed} host")  # noqa: S311 - configurations, no secret
+    hosts = _drawn(1 if small else 8, "host", lambda: draw_waiting(waiting, small))
+    whole = [*ones, *by_turns([*picks, *pairs]), *hosts]
     if times_only:
         return whole
     ranks = _drawn(3 if small else 12, "rank", lambda: draw_rank(rng, small))
@@ -219,6 +225,12 @@ def draw_one(rng: random.Random, small: bool) -> Case | None:
     return _sized(rng, layout, "drawn", small, rank=None)
 
 
+def draw_waiting(rng: random.Random, small: bool) -> Case | None:
+    """A run of one GPU whose layers are so small that it waits for the host."""
+    layout = Layout(micro_batch=1, recompute=_recompute(rng))
+    return _sized(rng, layout, "host", small, rank=None, models=HOST_MODELS, sequences=HOST_SEQ, within_s=HOST_STEP_S)
+
+
 def draw_rank(rng: random.Random, small: bool) -> Case | None:
     """A rank of a bigger grid, to run alone."""
     pp = rng.choice([1, 2, 4, 8])
@@ -244,10 +256,20 @@ def _recompute(rng: random.Random) -> Any:
     return rng.choice([(), (), (), *RECOMPUTE[1:]])
 
 
-def _sized(rng: random.Random, layout: Layout, group: Group, small: bool, *, rank: int | None) -> Case | None:
+def _sized(
+    rng: random.Random,
+    layout: Layout,
+    group: Group,
+    small: bool,
+    *,
+    rank: int | None,
+    models: tuple[str, ...] = MODELS,
+    sequences: tuple[int, ...] = (1024, 2048, 4096, 8192),
+    within_s: tuple[float, float] = STEP_S,
+) -> Case | None:
     """The layout with a model, a sequence and a batch that make its step neither short nor long, and fit."""
-    name = "tiny" if small else rng.choice(MODELS)
-    a_stage, seq = rng.choice([2, 3, 4, 6, 8, 12, 16]), rng.choice([1024, 2048, 4096, 8192])
+    name = "tiny" if small else rng.choice(models)
+    a_stage, seq = rng.choice([2, 3, 4, 6, 8, 12, 16]), rng.choice(sequences)
     balanced, count = rng.random() < 0.3, rng.choice([1, 2, 4, 8]) * layout.pp
     expandable = rng.random() < 0.75
     spec = TINY if small else replace(find_model(name), max_position_embeddings=8192)
@@ -264,7 +286,7 @@ def _sized(rng: random.Random, layout: Layout, group: Group, small: bool, *, ran
     if small:
         return case
     step_s = batch * seq * spec.flops_per_token(seq, causal=True) / layout.world_size / RATE
-    if not STEP_S[0] <= step_s <= STEP_S[1]:
+    if not within_s[0] <= step_s <= within_s[1]:
         return None
     stages = predict_memory(spec, layout, seq_len=seq, num_micro_batches=count)
     used = [stage.used_bytes / GIB for stage in stages]

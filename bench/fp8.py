@@ -23,7 +23,7 @@ from torch import Tensor
 
 from triweave.config.schema import DataConfig, ModelConfig, OptimizerConfig, Run
 from triweave.config.validate import ResolvedRun
-from triweave.gradients import add_product, main_grad
+from triweave.gradients import add_product, begin_sum, main_grad
 from triweave.layers import fp8, fp8_linear
 from triweave.layers.attention import choose_kernel
 from triweave.layers.tensor_parallel import TensorParallel
@@ -80,8 +80,22 @@ def product_rows(title: str, tokens: int, spec: ModelSpec) -> list[str]:
         x_rows, x_columns = fp8.both_ways(x, fp8.VALUES)
         grad_rows, grad_columns = fp8.both_ways(grad, fp8.GRADIENTS)
         w_rows, w_columns = fp8.weight_by_rows(weight), fp8.weight_by_columns(weight)
+
+        def summed(
+            fast: bool, w: Tensor = weight, a: fp8.Fp8Matrix = grad_columns, b: fp8.Fp8Matrix = x_columns
+        ) -> None:
+            with fast_gradients(fast):
+                fp8.add_weight_gradient(w, a, b)
+
+        def error_of_sum(fast: bool, expected: Tensor, w: Tensor = weight, total: Tensor = total) -> float:
+            """Of two additions, the first of which begins the sum."""
+            begin_sum(w)
+            summed(fast)
+            summed(fast)
+            return relative(total / 2, expected)
+
         # What is cast, the two operands, and the product in bf16.
-        kinds: list[tuple[str, Callable[[], object] | None, fp8.Fp8Matrix, fp8.Fp8Matrix, Callable[[], Tensor]]] = [
+        kinds: list[tuple[str, Callable[[], object], fp8.Fp8Matrix, fp8.Fp8Matrix, Callable[[], Tensor]]] = [
             ("output", lambda x=x: fp8.both_ways(x, fp8.VALUES), x_rows, w_rows, lambda x=x, w=weight: x @ w.t()),
             (
                 "input gradient",
@@ -90,8 +104,8 @@ def product_rows(title: str, tokens: int, spec: ModelSpec) -> list[str]:
                 w_columns,
                 lambda g=grad, w=weight: g @ w,
             ),
-            ("weight gradient", None, grad_columns, x_columns, lambda g=grad, x=x: g.t() @ x),
         ]
+        flops = 2 * tokens * inner * outer
         for kind, cast, a, b, exact in kinds:
 
             def multiply(fast: bool, a: fp8.Fp8Matrix = a, b: fp8.Fp8Matrix = b) -> Tensor:
@@ -99,29 +113,31 @@ def product_rows(title: str, tokens: int, spec: ModelSpec) -> list[str]:
 
             expected = exact()
             errors = [relative(multiply(fast), expected) for fast in (True, False)]
-            fast_ms, exact_ms = (median_ms([lambda fast=fast: multiply(fast)]) for fast in (True, False))
-            extra_ms = median_ms([cast]) if cast else median_ms([lambda p=expected, t=total: add(t, p)])
-            plain = exact if cast else lambda g=grad, x=x, w=weight: add_product(w, g, x)
-            bf16_ms = median_ms([plain])
-            flops = 2 * tokens * inner * outer
+            times = [median_ms([lambda fast=fast: multiply(fast)]) for fast in (True, False)]
             rows.append(
-                f"{title} | {name} {kind} | {bf16_ms:.3f} | {fast_ms:.3f} | {exact_ms:.3f} | {extra_ms:.3f}"
-                f" | {bf16_ms / (fast_ms + extra_ms):.2f} | {bf16_ms / (exact_ms + extra_ms):.2f}"
-                f" | {flops / bf16_ms / 1e9:.0f} | {flops / fast_ms / 1e9:.0f} | {flops / exact_ms / 1e9:.0f}"
-                f" | {errors[0]:.4f} | {errors[1]:.4f}"
+                product_row(f"{title} | {name} {kind}", flops, median_ms([exact]), times, median_ms([cast]), errors)
             )
-            print(rows[-1], flush=True)
+        expected = grad.t() @ x
+        errors = [error_of_sum(fast, expected) for fast in (True, False)]
+        times = [median_ms([lambda fast=fast: summed(fast)]) for fast in (True, False)]
+        bf16_ms = median_ms([lambda g=grad, x=x, w=weight: add_product(w, g, x)])
+        rows.append(product_row(f"{title} | {name} weight gradient, added", flops, bf16_ms, times, 0.0, errors))
     return rows
 
 
-def add(total: Tensor, product: Tensor) -> None:
-    """As `fp8.add_weight_gradient` adds."""
-    if HAS_KERNELS:
-        from triweave.kernels.fp8 import add_into
-
-        add_into(total, product)
-    else:
-        total.add_(product)
+def product_row(
+    what: str, flops: int, bf16_ms: float, times_ms: list[float], casts_ms: float, errors: list[float]
+) -> str:
+    """A product with its casts; of pairs the first is summed fast, the second exactly."""
+    fast_ms, exact_ms = times_ms
+    row = (
+        f"{what} | {bf16_ms:.3f} | {fast_ms:.3f} | {exact_ms:.3f} | {casts_ms:.3f}"
+        f" | {bf16_ms / (fast_ms + casts_ms):.2f} | {bf16_ms / (exact_ms + casts_ms):.2f}"
+        f" | {flops / bf16_ms / 1e9:.0f} | {flops / fast_ms / 1e9:.0f} | {flops / exact_ms / 1e9:.0f}"
+        f" | {errors[0]:.4f} | {errors[1]:.4f}"
+    )
+    print(row, flush=True)
+    return row
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------
@@ -156,10 +172,7 @@ def cast_rows() -> list[str]:
                     f"{tokens} x {features} | {what}, tile and warps {block} | {ms:.4f} | {moved / ms / 1e6:.0f}"
                 )
         print(*rows[-19:], sep="\n", flush=True)
-    size = 2**13 if SMALL else 2**27
-    total, product = torch.zeros(size, device=DEVICE), random(size)
-    ms = median_ms([lambda: kernel.add_into(total, product)])
-    return [*rows, f"{size} | 16 bits added to float32 | {ms:.4f} | {10 * size / ms / 1e6:.0f}"]
+    return rows
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -301,7 +314,7 @@ def main() -> int:
             with torch.no_grad():
                 rows = [row for shape in LAYERS for row in product_rows(*shape)]
             head = (
-                "shape | product | bf16 ms | fp8 fast ms | fp8 exact ms | cast or add ms | times, fast | times, exact"
+                "shape | product | bf16 ms | fp8 fast ms | fp8 exact ms | casts ms | times, fast | times, exact"
                 " | bf16 TFLOP/s | fast | exact | error, fast | error, exact"
             )
             tables.append([head, *rows])

@@ -136,10 +136,6 @@ def cast(
     return values if rows else None, values.t().contiguous() if columns else None, scale
 
 
-def add_into(total: Tensor, product: Tensor) -> None:
-    total += product
-
-
 @contextmanager
 def kernel_path(*, stand_ins: bool) -> Iterator[None]:
     """Inside, the layers call their kernels on whatever device: these stand-ins, or the Triton kernels themselves."""

@@ -133,14 +133,6 @@ def test_cast_is_torch_s_cast(tokens: int, features: int, kind: torch.dtype, man
             assert mine is None or torch.equal(mine.view(torch.uint8), both.view(torch.uint8))
 
 
-def test_products_are_added_in_float32() -> None:
-    """A product of 16 bits is added to the float32 sum where it lies."""
-    total, product = random(33, 65), random(33, 65, seed=1, dtype=torch.bfloat16)
-    expected = total + product.float()
-    fp8.add_into(total, product)
-    assert torch.equal(total, expected)
-
-
 @pytest.mark.parametrize("divisor", [None, 3.7])
 @pytest.mark.parametrize("numel", [64, 5000])
 def test_adamw_is_torchs(numel: int, divisor: float | None) -> None:

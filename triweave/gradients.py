@@ -54,23 +54,22 @@ def begin_sum(parameter: Tensor) -> None:
 
 def main_grad(parameter: Tensor) -> Tensor:
     """The float32 gradient sum of a parameter, to be added to; made on first use where nobody has placed one."""
-    total = _sum_of(parameter)
-    return total.zero_() if _begins(parameter) else total
+    total, begins = sum_of(parameter)
+    return total.zero_() if begins else total
 
 
-def _sum_of(parameter: Tensor) -> Tensor:
+def sum_of(parameter: Tensor) -> tuple[Tensor, bool]:
+    """The float32 gradient sum of a parameter, and whether the caller, who adds something now, has to overwrite it.
+
+    It has to where nothing was added since `begin_sum`: what is there is of the step before.
+    """
     total: Tensor | None = getattr(parameter, "main_grad", None)
     if total is None:
         total = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.main_grad = total  # type: ignore[attr-defined]
-    return total
-
-
-def _begins(parameter: Tensor) -> bool:
-    """Whether nothing was added since `begin_sum`; something is now."""
     begins: bool = getattr(parameter, "main_grad_is_former", False)
     parameter.main_grad_is_former = False  # type: ignore[attr-defined]
-    return begins
+    return total, begins
 
 
 def add_product(parameter: Tensor, grad_output: Tensor, x: Tensor) -> None:
@@ -81,7 +80,7 @@ def add_product(parameter: Tensor, grad_output: Tensor, x: Tensor) -> None:
         grad_output: `[tokens, out]`.
         x: `[tokens, in]`.
     """
-    begins, total = _begins(parameter), _sum_of(parameter)
+    total, begins = sum_of(parameter)
     if x.is_cuda and x.dtype is not torch.float32:
         # The product is summed in float32 and added by the matrix kernel itself: no bf16 copy, no extra pass.
         if begins:

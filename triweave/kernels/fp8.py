@@ -1,4 +1,4 @@
-"""Tensors to fp8: the largest magnitude in one reading, then both orders in memory in another; and sums of products."""
+"""Tensors to fp8: the largest magnitude in one reading, then both orders in memory in another."""
 
 from __future__ import annotations
 
@@ -65,12 +65,6 @@ def cast(
     return straight, turned, inverse_scale
 
 
-def add_into(total: Tensor, product: Tensor) -> None:
-    """Add a contiguous tensor of any type to a contiguous float32 one of the same size, in place."""
-    count = total.numel()
-    launch(_add, (triton.cdiv(count, _BLOCK),), total, product, count, BLOCK=_BLOCK, num_warps=_WARPS)
-
-
 @triton.jit
 def _largest(x: tl.tensor, partial: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
     program = tl.program_id(0)
@@ -113,11 +107,3 @@ def _cast(
         tl.store(turned + feature * tokens + token, value.to(turned.dtype.element_ty), mask=inside)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(inverse_scale, 1.0 / scale)
-
-
-@triton.jit
-def _add(total: tl.tensor, product: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    value = tl.load(product + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(total + at, tl.load(total + at, mask=inside, other=0.0) + value, mask=inside)
