@@ -4,7 +4,8 @@
     python bench/fp8.py --only layers        # or `products`, `casts`, `loss`
     python bench/fp8.py --small              # a rehearsal on the CPU, in Triton's interpreter where there is one
 
-Times are medians as in `bench/kernel_timing.py`. Errors are Frobenius norms relative to what bf16 gives.
+Times are medians as in `bench/kernel_timing.py`; layers take turns call by call. Errors are Frobenius norms relative to
+what bf16 gives.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from unittest.mock import patch
 
 import kernel_timing as common  # sets Triton's interpreter up before triweave's kernels are defined
 import torch
-from kernel_timing import DEVICE, DTYPE, HAS_KERNELS, LAYERS, SMALL, median_ms, over_buffers, random, rotation_of
+from kernel_timing import (
+    DEVICE,
+    DTYPE,
+    HAS_KERNELS,
+    LAYERS,
+    SMALL,
+    median_ms,
+    medians_by_turns,
+    over_buffers,
+    random,
+    rotation_of,
+)
 from torch import Tensor
 
 from triweave.config.schema import DataConfig, ModelConfig, OptimizerConfig, Run
@@ -178,8 +190,10 @@ def cast_rows() -> list[str]:
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def layer_run(tokens: int, spec: ModelSpec, *, in_fp8: bool, keep_weights: bool = True) -> tuple[float, list[Tensor]]:
-    """Milliseconds of a layer's forward and backward, and the changes it makes and its gradients, of the first."""
+def layer_run(
+    tokens: int, spec: ModelSpec, *, in_fp8: bool, fast: bool = True, keep_weights: bool = True
+) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """A layer's forward and backward; and the changes it makes and its gradients, of the first."""
     torch.manual_seed(1)
     layer = DecoderLayer(spec, TensorParallel(), choose_kernel("auto", DEVICE), (), fp8=in_fp8).to(DEVICE, DTYPE)
     for parameter in layer.parameters():
@@ -194,33 +208,35 @@ def layer_run(tokens: int, spec: ModelSpec, *, in_fp8: bool, keep_weights: bool 
         if not keep_weights:
             for parameter in layer.parameters():
                 fp8.forget_casts(parameter, changed=True)
-        y: Tensor = layer(x, rotation, None)
-        y.backward(upstream)
+        with fast_gradients(fast):
+            y: Tensor = layer(x, rotation, None)
+            y.backward(upstream)
         return y.detach()
 
     output = step()
     assert x.grad is not None
     # Without what went past the layer, which would hide the rest.
     changes = [output - x.detach(), x.grad - upstream]
-    results = [*changes, *(main_grad(parameter).clone() for parameter in layer.parameters())]
-    return median_ms([step], 3 if SMALL else 21), results
+    return step, [*changes, *(main_grad(parameter).clone() for parameter in layer.parameters())]
 
 
 def layer_rows(title: str, tokens: int, spec: ModelSpec) -> list[str]:
     """The layer in bf16 and in fp8: weights cast once and kept, or at each use; both ways to sum gradients."""
-    rows = []
-    base_ms, base = layer_run(tokens, spec, in_fp8=False)
+    base, expected = layer_run(tokens, spec, in_fp8=False)
+    steps, errors = {"bf16": base}, {}
     for fast in (False, True):
         for keep in (True, False):
-            with fast_gradients(fast):
-                ms, results = layer_run(tokens, spec, in_fp8=True, keep_weights=keep)
-            errors = [relative(*pair) for pair in zip(results, base, strict=True)]
-            rows.append(
-                f"{title} | gradients summed {'fast' if fast else 'exactly'}, weights cast"
-                f" {'once a step' if keep else 'every time'} | {base_ms:.3f} | {ms:.3f} | {base_ms / ms:.3f}"
-                f" | {errors[0]:.4f} | {errors[1]:.4f} | {max(errors[2:]):.4f}"
-            )
-            print(rows[-1], flush=True)
+            when = "once a step" if keep else "every time"
+            name = f"gradients summed {'fast' if fast else 'exactly'}, weights cast {when}"
+            steps[name], results = layer_run(tokens, spec, in_fp8=True, fast=fast, keep_weights=keep)
+            errors[name] = [relative(*pair) for pair in zip(results, expected, strict=True)]
+    ms = medians_by_turns(steps)
+    rows = [
+        f"{title} | {name} | {ms['bf16']:.3f} | {ms[name]:.3f} | {ms['bf16'] / ms[name]:.3f}"
+        f" | {off[0]:.4f} | {off[1]:.4f} | {max(off[2:]):.4f}"
+        for name, off in errors.items()
+    ]
+    print(*rows, sep="\n", flush=True)
     return rows
 
 

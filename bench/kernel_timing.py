@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from unittest.mock import patch
@@ -21,6 +21,8 @@ from torch import Tensor
 SMALL = "--small" in sys.argv
 if SMALL:
     os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
+
+from measuring import in_turn  # noqa: E402
 
 from triweave.layers import cross_entropy, norm, rotary, swiglu  # noqa: E402
 from triweave.layers.rotary import Rotation, inverse_frequencies, make_rotation  # noqa: E402
@@ -73,6 +75,17 @@ def median_ms(runs: list[Callable[[], object]], repeats: int = REPEATS) -> float
         end.record()
     torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+def medians_by_turns(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Median milliseconds of one call of each, one call of each after the other (`measuring.in_turn`)."""
+    if DEVICE.type == "cpu":
+        return {name: median_ms([run]) for name, run in runs.items()}
+    for run in list(runs.values()) * 3:
+        run()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # 0.1 s in which the host gets ahead
+    return {name: statistics.median(times) for name, times in in_turn(runs, REPEATS).items()}
 
 
 def over_buffers(run: Callable[..., object], make: Callable[[], tuple[Tensor, ...]]) -> float:

@@ -35,6 +35,25 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def in_turn(functions: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
+    """Milliseconds of each call on the GPU, one call of each function after the other, `turns` times.
+
+    A card at its power limit is as fast as what it did before lets it be: ways that are measured one after the other,
+    each many times, differ by more than what is to be told apart.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    marks = [(name, torch.cuda.Event(enable_timing=True)) for _ in range(turns) for name in functions]
+    last = torch.cuda.Event(enable_timing=True)
+    for name, mark in marks:
+        mark.record()
+        functions[name]()
+    last.record()
+    torch.cuda.synchronize()
+    for (name, begin), (_, end) in itertools.pairwise([*marks, ("", last)]):
+        times[name].append(begin.elapsed_time(end))
+    return times
+
+
 @dataclass
 class Watchdog:
     """Ends this process when a section takes too long: a GPU that waits for a flag cannot be interrupted."""
@@ -104,28 +123,14 @@ class Bench:
         return self.worst(statistics.median(times))
 
     def by_turns(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-        """Median time of each on the slowest rank, one call of each after the other.
-
-        A card at its power limit is as fast as what it did before lets it be: ways that are measured one after the
-        other, each many times, differ by more than what is to be told apart.
-        """
+        """Median time of each on the slowest rank, one call of each after the other: see `in_turn`."""
         if self.device.type != "cuda":
             return {name: self.milliseconds(function) for name, function in functions.items()}
         for function in functions.values():
             for _ in range(WARM_UP):
                 function()
         self.sync()
-        times: dict[str, list[float]] = {name: [] for name in functions}
-        marks = [(name, torch.cuda.Event(enable_timing=True)) for _ in range(TURNS) for name in functions]
-        last = torch.cuda.Event(enable_timing=True)
-        for name, mark in marks:
-            mark.record()
-            functions[name]()
-        last.record()
-        torch.cuda.synchronize()
-        for (name, begin), (_, end) in itertools.pairwise([*marks, ("", last)]):
-            times[name].append(begin.elapsed_time(end))
-        return {name: self.worst(statistics.median(found)) for name, found in times.items()}
+        return {name: self.worst(statistics.median(times)) for name, times in in_turn(functions, TURNS).items()}
 
     def host_milliseconds(self, function: Callable[[], Any]) -> float:
         """Median time that the host needs to issue `function`, with nothing before it in the GPU's queues."""

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from measuring import without_gpu
@@ -46,32 +46,44 @@ GIB = 2**30
 GLOBAL_BATCH = 128
 FEW, MORE = 2, 4
 """Layers a stage, of the runs that the time of a layer comes from."""
-TINY = ModelSpec(512, 64, 128, 8, 8, 8, 8, max_position_embeddings=8192)
+TINY = ModelSpec(512, 128, 256, 8, 8, 8, 16, max_position_embeddings=8192)
 
-CASES: dict[str, tuple[Layout, int]] = {
-    "tp8 pp4 seq 8192": (Layout(tp=8, pp=4), 8192),
-    "tp8 pp4 seq 4096": (Layout(tp=8, pp=4), 4096),
-    "fsdp32 seq 4096": (Layout(dp=32, shard="full"), 4096),
-    "tp8 pp4 seq 4096 micro-batch 2": (Layout(tp=8, pp=4, micro_batch=2), 4096),
-    "tp8 pp4 zero-bubble seq 4096": (Layout(tp=8, pp=4, schedule="zero-bubble"), 4096),
-    "fsdp32 recompute layer seq 4096": (Layout(dp=32, shard="full", recompute=("layer",)), 4096),
-    "tp4 pp8 seq 8192": (Layout(tp=4, pp=8), 8192),
-    "tp4 pp8 seq 4096": (Layout(tp=4, pp=8), 4096),
-    "tp8 pp4 seq 8192 micro-batch 2": (Layout(tp=8, pp=4, micro_batch=2), 8192),
+
+class Case(NamedTuple):
+    """What a rank is of."""
+
+    layout: Layout
+    seq: int
+    fp8: bool = False
+
+
+CASES = {
+    "tp8 pp4 seq 8192": Case(Layout(tp=8, pp=4), 8192),
+    "tp8 pp4 seq 4096": Case(Layout(tp=8, pp=4), 4096),
+    "fsdp32 seq 4096": Case(Layout(dp=32, shard="full"), 4096),
+    "tp8 pp4 seq 4096 micro-batch 2": Case(Layout(tp=8, pp=4, micro_batch=2), 4096),
+    "tp8 pp4 zero-bubble seq 4096": Case(Layout(tp=8, pp=4, schedule="zero-bubble"), 4096),
+    "fsdp32 recompute layer seq 4096": Case(Layout(dp=32, shard="full", recompute=("layer",)), 4096),
+    "tp4 pp8 seq 8192": Case(Layout(tp=4, pp=8), 8192),
+    "tp4 pp8 seq 4096": Case(Layout(tp=4, pp=8), 4096),
+    "tp8 pp4 seq 8192 micro-batch 2": Case(Layout(tp=8, pp=4, micro_batch=2), 8192),
+    "tp8 pp4 seq 8192 fp8": Case(Layout(tp=8, pp=4), 8192, fp8=True),
+    "tp8 pp4 seq 4096 micro-batch 2 fp8": Case(Layout(tp=8, pp=4, micro_batch=2), 4096, fp8=True),
+    "tp8 pp4 seq 4096 fp8": Case(Layout(tp=8, pp=4), 4096, fp8=True),
 }
 """Most telling first: what there is no time for is left out."""
 WITH_PARTS = ("tp8 pp4 seq 8192", "tp8 pp4 seq 4096")
 
 
-def resolve(layout: Layout, seq: int, small: bool, layers_a_stage: int | None = None) -> ResolvedRun:
+def resolve(case: Case, small: bool, layers_a_stage: int | None = None) -> ResolvedRun:
     """The run of a case; with fewer layers where `layers_a_stage` says so."""
     spec = TINY if small else find_model("meta-llama/Llama-3.1-70B")
-    seq = seq // 64 if small else seq
+    layout, seq = case.layout, case.seq // 64 if small else case.seq
     if layers_a_stage is not None:
         spec = replace(spec, num_hidden_layers=layers_a_stage * layout.num_stages)
     layout = replace(layout, layers=even_layers(spec.num_hidden_layers, layout.num_stages))
     run = Run(
-        model=ModelConfig(path="", weights="random"),
+        model=ModelConfig(path="", weights="random", fp8=case.fp8),
         data=DataConfig(train=("",), seq_len=seq, packing=False),
         optimizer=OptimizerConfig(learning_rate=1e-6),
         train=TrainConfig(global_batch=GLOBAL_BATCH, steps=1),
@@ -264,7 +276,7 @@ class Bench:
             return
         case["grid"] = grid_of(run, measured, self.peak_flops)
         if name in WITH_PARTS:
-            short, longer = (resolve(*CASES[name], small, layers) for layers in (FEW, MORE))
+            short, longer = (resolve(CASES[name], small, layers) for layers in (FEW, MORE))
             middle, _, last = ranks_of(run.layout)
             parts = [self.measure(short, middle), self.measure(longer, middle), self.measure(short, last)]
             few, more, end = parts
@@ -287,7 +299,7 @@ def main() -> int:
         # What PYTORCH_ALLOC_CONF says, which torch may have read by now.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     bench = Bench(options.out, device, options.seconds)
-    cases = {name: resolve(*case, options.small) for name, case in CASES.items() if options.only in name}
+    cases = {name: resolve(case, options.small) for name, case in CASES.items() if options.only in name}
     jobs = [(name, rank) for name, run in cases.items() for rank in ranks_of(run.layout)]
     workers = min(len(jobs), max(1, (os.cpu_count() or 2) // 2))
     spawn = multiprocessing.get_context("spawn")
