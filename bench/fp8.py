@@ -164,7 +164,7 @@ def cast_rows() -> list[str]:
     rows, shapes = [], [(32, 64)] if SMALL else [(8192, 4096), (8192, 14336), (8192, 28672)]
     for tokens, features in shapes:
         size = tokens * features
-        ms = over_buffers(kernel.largest_magnitude, lambda t=tokens, f=features: (random(t, f),))
+        ms = over_buffers(kernel.largest_magnitudes, lambda t=tokens, f=features: (random(t, f),))
         rows.append(f"{tokens} x {features} | largest magnitude | {ms:.4f} | {2 * size / ms / 1e6:.0f}")
         for block in ((64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8), (256, 64, 8)):
             for wanted in ((True, True), (False, True), (True, False)):

@@ -123,14 +123,14 @@ def logits_to_gradient(
         logits.copy_(gradient.masked_fill(columns >= num_valid, 0))
 
 
-def largest_magnitude(x: Tensor) -> Tensor:
-    return x.abs().amax().float()
+def largest_magnitudes(x: Tensor) -> Tensor:
+    return x.abs().flatten().float().sort().values[-2:]  # parts, of which one is the largest
 
 
 def cast(
     x: Tensor, amax: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    exponent = math.floor(math.log2(torch.finfo(dtype).max / amax.item()))
+    exponent = math.floor(math.log2(torch.finfo(dtype).max / amax.max().item()))
     values = (x.double() * 2.0**exponent).float().to(dtype)
     scale = torch.tensor(2.0**-exponent)
     return values if rows else None, values.t().contiguous() if columns else None, scale

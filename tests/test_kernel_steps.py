@@ -42,7 +42,7 @@ LAYERS = {
 }
 """Kernels of every forward and backward."""
 
-FP8 = {"fp8._largest", "fp8._cast", "fp8._add"}
+FP8 = {"fp8._largest", "fp8._cast"}
 
 
 def verified(

@@ -262,6 +262,21 @@ def test_hooks_of_data_parallel_ranks_take_the_host_time() -> None:
         assert more == pytest.approx(2 * 8 * 10e-3), one
 
 
+def test_casts_to_fp8_take_the_host_time() -> None:
+    """What they add to a layer's issue is added in fp8, again where the layer runs again, and never in bf16."""
+    plain = HostCost(1, None, (), 30e-3, 40e-3, 20e-3)
+    again = replace(plain, recompute=("layer",), backward_input_seconds=70e-3)
+    cast = HostCost(1, None, (), 36e-3, 43e-3, 21e-3, "fp8")
+
+    def added(layout: Layout, precision: Precision) -> float:
+        without, beside = (replace(measured(), hosts=hosts) for hosts in ((plain, again), (plain, again, cast)))
+        return step(beside, layout, precision).total - step(without, layout, precision).total
+
+    assert added(DP, "fp8") == pytest.approx(2 * 8 * 10e-3)
+    assert added(replace(DP, recompute=("layer",)), "fp8") == pytest.approx(2 * 8 * 16e-3)
+    assert added(DP, "bf16") == 0
+
+
 def test_attention_beyond_the_longest_sequence_goes_on_as_it_was_there() -> None:
     """Four times as long as anything measured, a kernel is as far from its model as at the longest that was."""
     (cudnn,) = [table for table in measured().attention if table.kernel == "cudnn"]

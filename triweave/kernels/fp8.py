@@ -13,14 +13,14 @@ _TILE_TOKENS, _TILE_FEATURES, _TILE_WARPS = 128, 128, 8
 _PROGRAMS_PER_PROCESSOR = 8
 
 
-def largest_magnitude(x: Tensor) -> Tensor:
-    """The largest magnitude in a contiguous tensor, as a float32 scalar; a NaN may be passed over."""
+def largest_magnitudes(x: Tensor) -> Tensor:
+    """The largest magnitudes of the parts of a contiguous tensor, float32, some thousand; a NaN may be passed over."""
     x = x.contiguous()
     count = x.numel()
     programs = min(triton.cdiv(count, _BLOCK), _PROGRAMS_PER_PROCESSOR * num_processors(x))
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
     launch(_largest, (programs,), x, partial, count, BLOCK=_BLOCK, num_warps=_WARPS)
-    return partial.amax()
+    return partial
 
 
 def cast(
@@ -30,7 +30,8 @@ def cast(
 
     Args:
         x: `[tokens, features]`, contiguous.
-        amax: float32 scalar on the same device, at least the largest magnitude of `x`.
+        amax: float32 on the same device, the largest of them at least the largest magnitude of `x`. Each program of
+            the cast finds it: thousands are better given as one.
         dtype: a float8 type.
         rows: whether `[tokens, features]` is wanted.
         columns: whether `[features, tokens]` is wanted.
@@ -50,6 +51,7 @@ def cast(
         grid,
         x,
         amax,
+        amax.numel(),
         some if straight is None else straight,
         some if turned is None else turned,
         inverse_scale,
@@ -58,6 +60,7 @@ def cast(
         torch.finfo(dtype).max,
         ROWS=rows,
         COLUMNS=columns,
+        PARTS=max(2, triton.next_power_of_2(amax.numel())),
         TOKENS=_TILE_TOKENS,
         FEATURES=_TILE_FEATURES,
         num_warps=_TILE_WARPS,
@@ -83,6 +86,7 @@ def _largest(x: tl.tensor, partial: tl.tensor, count: tl.tensor, BLOCK: tl.const
 def _cast(
     x: tl.tensor,
     amax: tl.tensor,
+    num_parts: tl.tensor,
     straight: tl.tensor,
     turned: tl.tensor,
     inverse_scale: tl.tensor,
@@ -91,11 +95,14 @@ def _cast(
     largest: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
 ) -> None:
-    # The power of two below largest / amax: a float32 without its mantissa.
-    ratio = largest / tl.maximum(tl.load(amax), 1e-30)
+    part = tl.arange(0, PARTS)
+    top = tl.max(tl.load(amax + part, mask=part < num_parts, other=0.0))
+    # The power of two below largest / top: a float32 without its mantissa.
+    ratio = largest / tl.maximum(top, 1e-30)
     scale = (ratio.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)[None, :]

@@ -2,7 +2,7 @@
 
 Scales come from the tensor itself (its largest magnitude) and are powers of two. A power of two changes no digit: a
 number is rounded to the same digits whatever its scale, as long as it is no subnormal. Cut over ranks or whole, a
-tensor is the same in fp8, so a layout gives what one process gives. Why so: docs/decisions/0009.
+tensor is the same in fp8, so a layout gives what one process gives. Why so: docs/decisions/0011.
 """
 
 from __future__ import annotations
@@ -170,14 +170,14 @@ def _weight_amax(weight: Tensor, casts: _Casts) -> Tensor:
 
 
 def _amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, a float32 scalar: noted by what made it, or found now."""
+    """Largest magnitudes of a tensor's parts, float32, one or some thousand: noted by what made it, or found now."""
     noted = noted_amax(x)
     if noted is not None:
         return noted
     if uses_kernels(x):
-        from triweave.kernels.fp8 import largest_magnitude
+        from triweave.kernels.fp8 import largest_magnitudes
 
-        return largest_magnitude(x)
+        return largest_magnitudes(x)
     return x.abs().amax().float()
 
 
@@ -192,7 +192,7 @@ def _cast(
         from triweave.kernels.fp8 import cast
 
         return cast(x, amax, dtype, rows=rows, columns=columns)
-    ratio = torch.finfo(dtype).max / amax.clamp(min=_SMALLEST)
+    ratio = torch.finfo(dtype).max / amax.amax().clamp(min=_SMALLEST)
     scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)
     values = (x.float() * scale).to(dtype)
     return values if rows else None, values.t().contiguous() if columns else None, scale.reciprocal()

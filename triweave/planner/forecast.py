@@ -13,10 +13,9 @@ from triweave.cluster import CATALOGUE, Cluster
 from triweave.config.validate import ResolvedRun
 from triweave.errors import InputError
 from triweave.planner.assumptions import OURS
-from triweave.planner.machine import Machine
+from triweave.planner.machine import Machine, Precision
 from triweave.planner.memory import StageMemory, predict_memory
 from triweave.planner.time_actions import action_costs
-from triweave.planner.time_matmul import Precision
 from triweave.planner.time_step import predict_step
 from triweave.schedule.actions import Kind
 

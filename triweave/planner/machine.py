@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log
 from types import MappingProxyType
+from typing import Literal
 
 from triweave.cluster import CATALOGUE, Cluster, Gpu
 from triweave.errors import InputError, Problem, closest
@@ -77,8 +78,12 @@ class Attention:
     backward_s: float
 
 
-HostKey = tuple[int, Shard | None, tuple[Recompute, ...]]
-"""Tensor-parallel ranks; what data-parallel ranks share out, None where there are none; what is recomputed."""
+Precision = Literal["bf16", "fp8"]
+"""What the layers' products are computed in."""
+
+HostKey = tuple[int, Shard | None, tuple[Recompute, ...], Precision]
+"""Tensor-parallel ranks; what data-parallel ranks share out, None where there are none; what is recomputed; and the
+precision."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

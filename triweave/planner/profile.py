@@ -16,6 +16,7 @@ from typing import Any, Literal
 from triweave.cluster import CATALOGUE, nearest_gpu
 from triweave.errors import InputError, Problem
 from triweave.layout import Recompute, Shard
+from triweave.planner.machine import Precision
 
 VERSION = 2
 
@@ -63,7 +64,7 @@ Beside = Literal["copies", "buffers", "collectives"]
 class MatmulTable:
     """Products of one precision and one order of operands (`time_matmul.Operands`), at the speed of a long run."""
 
-    precision: Literal["bf16", "fp8"]
+    precision: Precision
     operands: Literal["NT", "NN", "TN"]
     """Forward, input gradient, or weight gradient: in bf16 the last is added to a float32 sum."""
     m_n_k_seconds: tuple[MatmulPoint, ...]
@@ -133,6 +134,8 @@ class HostCost:
     backward_input_seconds: float
     """With what is recomputed; all of backward where `shard` says that ranks share."""
     backward_weight_seconds: float
+    precision: Precision = "bf16"
+    """Of the layers' products: in fp8 their operands are cast."""
 
 
 @dataclass(frozen=True, slots=True)

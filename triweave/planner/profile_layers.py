@@ -42,7 +42,7 @@ def held_layers(profile: Profile, machine: Machine) -> Iterator[Held]:
     host_s = {
         one.tp: one.forward_seconds + one.backward_input_seconds + one.backward_weight_seconds
         for one in profile.hosts
-        if one.shard is None and not one.recompute
+        if one.shard is None and not one.recompute and one.precision == "bf16"
     }
     for tp, batch, seq, hidden, ffn, heads, kv_heads, head_dim, forward, backward in profile.layers:
         decoder = Decoder(1, hidden, ffn, heads, kv_heads, head_dim, 1)

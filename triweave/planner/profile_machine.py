@@ -123,7 +123,7 @@ def _trainer(profile: Profile) -> Trainer:
         MappingProxyType({one.beside: one.seconds_lost_per_second for one in profile.slowdowns}),
         hosts=MappingProxyType(
             {
-                (one.tp, one.shard, one.recompute): (
+                (one.tp, one.shard, one.recompute, one.precision): (
                     one.forward_seconds,
                     one.backward_input_seconds,
                     one.backward_weight_seconds,

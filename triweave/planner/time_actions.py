@@ -10,12 +10,11 @@ from triweave.cluster import Cluster
 from triweave.errors import InputError, Problem, nearest_number
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
-from triweave.planner.machine import Machine, machine_of
+from triweave.planner.machine import Machine, Precision, machine_of
 from triweave.planner.time_collectives import GroupShape, all_reduce_ports_s, overlapped_s, reduce_scatter_s, send_s
 from triweave.planner.time_ends import embedding_work, head_work
 from triweave.planner.time_host import stage_hosts
 from triweave.planner.time_layer import layer_work
-from triweave.planner.time_matmul import Precision
 from triweave.planner.time_offload import Offloaded, offload_s, offloaded_of
 from triweave.planner.time_parts import Place, Work, chain, place_of
 from triweave.planner.time_pipeline import StageCost

@@ -8,11 +8,13 @@ read, vTrain's rows on four and eight GPUs are off by 8 %, and by 13 % if the ho
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from operator import add, sub
+from operator import sub
 
 from triweave.layout import Layout, Recompute, Shard
+from triweave.planner.machine import HostKey
 from triweave.planner.time_parts import Place
 from triweave.planner.time_pipeline import StageCost
 
@@ -40,27 +42,41 @@ def stage_hosts(place: Place, layout: Layout) -> tuple[StageCost, ...]:
 def layer_host(place: Place, shard: Shard | None) -> StageCost:
     """Of one layer for one micro-batch; what runs again is in the input half of backward.
 
-    What hooks and reductions of data-parallel ranks add was measured without tensor parallelism, and is added to it.
+    What hooks and reductions of data-parallel ranks add was measured without tensor parallelism, and is added to it; so
+    is what casts to fp8 add, measured with nothing recomputed.
     """
     known = place.trainer.hosts if place.trainer is not None else {}
     # Without sequence parallelism there are no copies and flags: a layer of one rank and four all-reduces.
     ranks = place.tp.ranks if place.sequence_parallel else 1
     reductions = 2 * place.stack.host.collective if place.tp.ranks > ranks else 0.0
-    if known and ranks not in {tp for tp, _, _ in known}:
+    if known and ranks not in {key[0] for key in known}:
         # Flags and copies of a group that was not measured are at least those of the largest that was.
-        ranks = max(tp for tp, _, _ in known)
-    seconds = known.get((ranks, None, place.recompute))
+        ranks = max(key[0] for key in known)
+    again = min(1.0, sum(_REPEATED[name] for name in place.recompute))
+    seconds = known.get((ranks, None, place.recompute, "bf16"))
     if seconds is None:
-        host, again = host_of_stack(place), min(1.0, sum(_REPEATED[name] for name in place.recompute))
+        host = host_of_stack(place)
         return replace(host, backward_input=host.backward_input + again * host.forward)
     gathers = _context_collectives(place) * place.stack.host.collective
-    seconds = seconds[0] + reductions + gathers, seconds[1] + reductions + 2 * gathers, seconds[2]
-    hooked, plain = known.get((1, shard, ())), known.get((1, None, ()))
-    if hooked is not None and plain is not None:
-        more = map(sub, hooked, plain)
-        forward, backward_input, backward_weight = map(add, seconds, more)
-        return StageCost(forward, max(0.0, backward_input), max(0.0, backward_weight))
-    return StageCost(*seconds)
+    layer = StageCost(seconds[0] + reductions + gathers, seconds[1] + reductions + 2 * gathers, seconds[2])
+    if place.precision == "fp8":
+        casts = _more(known, (ranks, None, (), "fp8"), (ranks, None, (), "bf16"))
+        layer = _sum(layer, replace(casts, backward_input=casts.backward_input + again * casts.forward))
+    return _sum(layer, _more(known, (1, shard, (), "bf16"), (1, None, (), "bf16")))
+
+
+def _more(known: Mapping[HostKey, tuple[float, float, float]], what: HostKey, plain: HostKey) -> StageCost:
+    """What one kind of layer takes more than another; nothing where it was not measured."""
+    if what not in known or plain not in known:
+        return StageCost(0.0, 0.0, 0.0)
+    return StageCost(*map(sub, known[what], known[plain]))
+
+
+def _sum(one: StageCost, other: StageCost) -> StageCost:
+    forward, backward_input, backward_weight = (
+        max(0.0, getattr(one, half) + getattr(other, half)) for half in ("forward", "backward_input", "backward_weight")
+    )
+    return StageCost(forward, backward_input, backward_weight)
 
 
 def host_of_stack(place: Place) -> StageCost:

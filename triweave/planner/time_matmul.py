@@ -7,9 +7,8 @@ from functools import lru_cache
 from math import ceil, exp, log
 from typing import Literal, NamedTuple
 
-from triweave.planner.machine import Machine, Matmul
+from triweave.planner.machine import Machine, Matmul, Precision
 
-Precision = Literal["bf16", "fp8"]
 Operands = Literal["NT", "NN", "TN"]
 """`y = x W^T` (forward), `dx = dy W` (input gradient), `dW = dy^T x` (weight gradient), row-major."""
 

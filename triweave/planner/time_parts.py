@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from triweave.layout import Layout, Recompute
-from triweave.planner.machine import Machine, Trainer
+from triweave.planner.machine import Machine, Precision, Trainer
 from triweave.planner.time_collectives import GroupShape, group_shape
-from triweave.planner.time_matmul import Precision, matmul_s
+from triweave.planner.time_matmul import matmul_s
 from triweave.planner.time_shapes import Decoder
 from triweave.planner.time_stack import Bytes, Measured, Stack
 

@@ -11,8 +11,7 @@ from functools import lru_cache
 
 from triweave.cluster import CATALOGUE, Cluster
 from triweave.layout import Layout, Recompute, Shard, even_layers
-from triweave.planner.machine import Machine, machine
-from triweave.planner.time_matmul import Precision
+from triweave.planner.machine import Machine, Precision, machine
 from triweave.planner.time_shapes import Decoder
 from triweave.planner.time_stack import Stack
 from triweave.planner.time_stacks import stack_of_source

@@ -11,10 +11,9 @@ from typing import NamedTuple
 from triweave.cluster import Cluster
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
-from triweave.planner.machine import Machine
+from triweave.planner.machine import Machine, Precision
 from triweave.planner.time_actions import ActionCosts, action_costs
 from triweave.planner.time_after import after_backward_s, batch_copy_s
-from triweave.planner.time_matmul import Precision
 from triweave.planner.time_parts import add
 from triweave.planner.time_pipeline import is_waited_for, least_pipeline_s, pipeline_s
 from triweave.planner.time_shapes import Decoder

@@ -23,6 +23,7 @@ from triweave.layers.tensor_parallel import TensorParallel
 from triweave.layout import Layout, Recompute, Shard
 from triweave.llama import DecoderLayer
 from triweave.model_spec import ModelSpec
+from triweave.planner.machine import Precision
 from triweave.planner.profile import HostCost
 from triweave.planner.space import RECOMPUTE
 from triweave.probe.session import Session
@@ -52,30 +53,35 @@ def measure_hosts(session: Session) -> tuple[HostCost, ...]:
     """Layers of one rank and of the first 2, 4, ... as a tensor-parallel group, and what data-parallel ranks add."""
     found = []
     groups = session.in_order()
+    kinds: list[tuple[tuple[Recompute, ...], Precision]] = [(recompute, "bf16") for recompute in RECOMPUTE]
+    if session.has_fp8:
+        kinds.append(((), "fp8"))
     for group in [alone(), *groups]:
-        for recompute in RECOMPUTE:
-            found.append(_layers(session, group, recompute))
-            session.tell("host", len(found) / (len(RECOMPUTE) * (1 + len(groups)) + len(SHARDS)))
+        for recompute, precision in kinds:
+            found.append(_layers(session, group, recompute, precision))
+            session.tell("host", len(found) / (len(kinds) * (1 + len(groups)) + len(SHARDS)))
     if groups and groups[-1].size == session.group.size:
         found += [_replicas(session, shard) for shard in SHARDS]
     return tuple(found)
 
 
-def _layers(session: Session, group: Group, recompute: tuple[Recompute, ...]) -> HostCost:
+def _layers(session: Session, group: Group, recompute: tuple[Recompute, ...], precision: Precision) -> HostCost:
     spec, tp = tiny(group.size), group.size
-    shape = (SEQ // tp, 1, spec.hidden_size)
-    transport = choose_transport("auto", group, tp > 1, session.device, 2 * SEQ * spec.hidden_size)
+    seq = max(SEQ, 16 * tp)  # fp8 is cast in sixteens
+    shape = (seq // tp, 1, spec.hidden_size)
+    transport = choose_transport("auto", group, tp > 1, session.device, 2 * seq * spec.hidden_size)
     if isinstance(transport, CopyEngines):
         # Products as small as these would not be cut, and those of real models are: twice the calls.
         transport = replace(transport, piece_s=0.0)
     later = WeightGradients()
     ours = TensorParallel(group, tp > 1, weight_gradients=later, chosen=transport)
     with torch.device("meta"):
-        layer = DecoderLayer(spec, ours, choose_kernel("auto", session.device), recompute)
+        kernel = choose_kernel("auto", session.device)
+        layer = DecoderLayer(spec, ours, kernel, recompute, fp8=precision == "fp8")
     layer.to(session.dtype).to_empty(device=session.device)
     for parameter in layer.parameters():
         parameter.data.fill_(0.01)
-    positions = torch.arange(SEQ, device=session.device).unsqueeze(1)
+    positions = torch.arange(seq, device=session.device).unsqueeze(1)
     rotation = make_rotation(inverse_frequencies(spec).to(session.device), positions, session.dtype)
     x, upstream = session.random(*shape), session.random(*shape)
     times: tuple[list[float], list[float], list[float]] = ([], [], [])
@@ -99,7 +105,8 @@ def _layers(session: Session, group: Group, recompute: tuple[Recompute, ...]) ->
     # Ranks of a group wait for each other in every layer, so the slower one counts each time, and no layer is left out:
     # hosts are uneven, and a step is made of all its moments.
     each = [session.worst(one[len(one) // 4 :], group) for one in times]
-    return HostCost(tp, None, recompute, *(round(statistics.fmean(one), 9) for one in each))
+    forward, backward_input, backward_weight = (round(statistics.fmean(one), 9) for one in each)
+    return HostCost(tp, None, recompute, forward, backward_input, backward_weight, precision)
 
 
 def _replicas(session: Session, shard: Shard) -> HostCost:

@@ -204,9 +204,9 @@ def _fp8(session: Session, numel: int) -> Iterator[Timed]:
     amax = torch.full((), 5.0, device=session.device)
     if not uses_kernels(x):
         return
-    from triweave.kernels.fp8 import cast, largest_magnitude
+    from triweave.kernels.fp8 import cast, largest_magnitudes
 
-    yield Timed("fp8 amax", 2 * numel, Call("memory", partial(largest_magnitude, x)))
+    yield Timed("fp8 amax", 2 * numel, Call("memory", partial(largest_magnitudes, x)))
     yield Timed("fp8 cast", 4 * numel, Call("memory", partial(cast, x, amax, fp8.VALUES, rows=True, columns=True)))
 
 

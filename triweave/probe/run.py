@@ -32,7 +32,6 @@ from triweave.probe.operations import measure_operations, memory_curve
 from triweave.probe.products import measure_fp8_products, measure_power, measure_products
 from triweave.probe.session import Session, Tell, tell_nothing
 from triweave.probe.soak import Mixture
-from triweave.training.engine import FP8_CAPABILITY
 from triweave.training.process import Process
 from triweave.training.processes import choose_device, process_group
 
@@ -94,9 +93,7 @@ def _host(session: Session) -> Found:
 
 
 def _fp8(session: Session) -> Found:
-    if session.on_gpu and torch.cuda.get_device_capability(session.device) < FP8_CAPABILITY:
-        return {}
-    return {"matmul": measure_fp8_products(session)}
+    return {"matmul": measure_fp8_products(session)} if session.has_fp8 else {}
 
 
 PARTS = (

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from triweave.groups import Group
+from triweave.training.engine import FP8_CAPABILITY
 
 Tell = Callable[[str, float], None]
 """What is measured now, and how much of it is done, 0 to 1."""
@@ -41,6 +42,11 @@ class Session:
     def on_gpu(self) -> bool:
         """Whether kernels run beside the host."""
         return self.device.type == "cuda"
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether products in fp8 can be measured: on GPUs that have it, and on CPUs, which are slow at everything."""
+        return not self.on_gpu or torch.cuda.get_device_capability(self.device) >= FP8_CAPABILITY
 
     @property
     def dtype(self) -> torch.dtype:

@@ -81,6 +81,7 @@ def _rest(profile: Profile) -> Iterator[str]:
     yield from _layers(profile)
     for host in profile.hosts:
         what = "+".join(host.recompute) or "nothing"
+        what = f"fp8, {what}" if host.precision == "fp8" else what
         among = f"dp, {host.shard}" if host.shard is not None else f"tp {host.tp}"
         backward = host.backward_input_seconds + host.backward_weight_seconds
         yield (
