@@ -11,6 +11,8 @@ from triweave.kernels.language import tl, triton
 _BLOCK, _WARPS = 4096, 8
 _TILE_TOKENS, _TILE_FEATURES, _TILE_WARPS = 128, 128, 8
 _PROGRAMS_PER_PROCESSOR = 8
+_MOST_PARTS = 2048
+"""What each program of a cast compares: more are reduced to one before, by a kernel of their own."""
 
 
 def largest_magnitudes(x: Tensor) -> Tensor:
@@ -30,8 +32,7 @@ def cast(
 
     Args:
         x: `[tokens, features]`, contiguous.
-        amax: float32 on the same device, the largest of them at least the largest magnitude of `x`. Each program of
-            the cast finds it: thousands are better given as one.
+        amax: float32 on the same device, the largest of them at least the largest magnitude of `x`.
         dtype: a float8 type.
         rows: whether `[tokens, features]` is wanted.
         columns: whether `[features, tokens]` is wanted.
@@ -40,6 +41,7 @@ def cast(
         The two, and the float32 scalar that they are multiplied with to give `x` again.
     """
     tokens, features = x.shape
+    amax = amax if amax.numel() <= _MOST_PARTS else amax.amax()
     inverse_scale = torch.empty((), dtype=torch.float32, device=x.device)
     straight = torch.empty((tokens, features), dtype=dtype, device=x.device) if rows else None
     turned = torch.empty((features, tokens), dtype=dtype, device=x.device) if columns else None

@@ -48,15 +48,15 @@ class Fp8Matrix:
         return Fp8Matrix(self.values[start:stop], self.inverse_scale)
 
 
-def by_rows(x: Tensor, dtype: torch.dtype) -> Fp8Matrix:
-    """`[tokens, features]`, for a product that sums over features."""
-    rows, _, inverse_scale = _cast(x, dtype, rows=True)
+def by_rows(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Fp8Matrix:
+    """`[tokens, features]`, for a product that sums over features; `amax` if `amax_of` found it before."""
+    rows, _, inverse_scale = _cast(x, dtype, rows=True, amax=amax)
     return Fp8Matrix(_there(rows), inverse_scale)
 
 
-def by_columns(x: Tensor, dtype: torch.dtype) -> Fp8Matrix:
-    """`[features, tokens]`, for a product that sums over tokens."""
-    _, columns, inverse_scale = _cast(x, dtype, columns=True)
+def by_columns(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Fp8Matrix:
+    """`[features, tokens]`, for a product that sums over tokens; `amax` as above."""
+    _, columns, inverse_scale = _cast(x, dtype, columns=True, amax=amax)
     return Fp8Matrix(_there(columns), inverse_scale)
 
 
@@ -162,23 +162,26 @@ def _casts_of(weight: Tensor) -> _Casts:
 
 def _weight_amax(weight: Tensor, casts: _Casts) -> Tensor:
     if casts.amax is None:
-        casts.amax = _amax(weight)
+        casts.amax = amax_of(weight)
     return casts.amax
 
 
 # --- from 16 or 32 bits to 8 ------------------------------------------------------------------------------------------
 
 
-def _amax(x: Tensor) -> Tensor:
-    """Largest magnitudes of a tensor's parts, float32, one or some thousand: noted by what made it, or found now."""
+def amax_of(x: Tensor) -> Tensor:
+    """Largest magnitudes of a tensor's parts, float32, one or some thousand: noted by what made it, or found now.
+
+    Those of a tensor's slices one after the other are the tensor's.
+    """
     noted = noted_amax(x)
     if noted is not None:
-        return noted
+        return noted.view(1)
     if uses_kernels(x):
         from triweave.kernels.fp8 import largest_magnitudes
 
         return largest_magnitudes(x)
-    return x.abs().amax().float()
+    return x.abs().amax().float().view(1)
 
 
 def _cast(
@@ -186,7 +189,7 @@ def _cast(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """See `kernels.fp8.cast`; `x` is `[..., features]`, its other dimensions one."""
     if amax is None:
-        amax = _amax(x)
+        amax = amax_of(x)
     x = x.detach().flatten(0, -2).contiguous()
     if uses_kernels(x):
         from triweave.kernels.fp8 import cast

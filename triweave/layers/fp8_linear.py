@@ -18,6 +18,7 @@ from triweave.layers.fp8 import (
     VALUES,
     Fp8Matrix,
     add_weight_gradient,
+    amax_of,
     both_ways,
     by_columns,
     by_rows,
@@ -49,11 +50,11 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel, keep: bool) -> Tensor:
-        ctx.weight, ctx.bias, ctx.tp, ctx.inverse_scale = weight, bias, tp, None
+        ctx.weight, ctx.bias, ctx.tp, ctx.inverse_scale, ctx.amax = weight, bias, tp, None, None
         matrix = weight_by_rows(weight)
         if tp.gathers:
             gathering = tp.transport.gather(x, whole=tp.keep_gathered, other=weight.shape[0])
-            y = _multiply_gathered(gathering, matrix, VALUES, fast=True)
+            y, ctx.amax = _multiply_gathered(gathering, matrix, VALUES, fast=True)
             gathered = gathering.finish()
             ctx.save_for_backward(gathered if tp.keep_gathered else x)
         else:
@@ -64,7 +65,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None, None, None]:
         (kept,) = ctx.saved_tensors
-        weight, bias, tp, inverse_scale = ctx.weight, ctx.bias, ctx.tp, ctx.inverse_scale
+        weight, bias, tp, inverse_scale, amax = ctx.weight, ctx.bias, ctx.tp, ctx.inverse_scale, ctx.amax
         submit = tp.weight_gradients.submit
         rows, columns = both_ways(grad_y, GRADIENTS)
         of_bias = None if bias is None else grad_y.flatten(0, -2).sum(0, dtype=torch.float32)
@@ -77,7 +78,7 @@ class _Column(torch.autograd.Function):
 
         def add_gradients() -> None:
             x = gathered.pop().finish() if gathers else kept
-            add_weight_gradient(weight, columns, _columns_of(x, inverse_scale))
+            add_weight_gradient(weight, columns, _columns_of(x, inverse_scale, amax))
             if of_bias is not None:
                 add_to_main_grad(bias, of_bias)
 
@@ -94,6 +95,8 @@ class _Shared:
     """The input by rows, from `_RowWeight.forward` to `_Row.forward`."""
     grad_y: Fp8Matrix | Tensor | None = None
     """The gradient of the sum, by columns or still to be cast, from `_Row.backward` to `_RowWeight.backward`."""
+    amax: Tensor | None = None
+    """Of the gradient that is still to be cast."""
 
 
 class _Row(torch.autograd.Function):
@@ -112,7 +115,7 @@ class _Row(torch.autograd.Function):
         matrix = weight_by_columns(ctx.weight)
         if ctx.tp.gathers:
             gathering = ctx.tp.transport.gather(grad_y, whole=True, other=ctx.weight.shape[1])
-            grad_x = _multiply_gathered(gathering, matrix, GRADIENTS, fast=FAST_GRADIENTS)
+            grad_x, ctx.shared.amax = _multiply_gathered(gathering, matrix, GRADIENTS, fast=FAST_GRADIENTS)
             ctx.shared.grad_y = gathering.finish()
         else:
             rows, ctx.shared.grad_y = both_ways(grad_y, GRADIENTS)
@@ -137,9 +140,10 @@ class _RowWeight(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, inverse_scale = ctx.weight, ctx.inverse_scale
         grad_y, ctx.shared.grad_y = ctx.shared.grad_y, None
+        amax, ctx.shared.amax = ctx.shared.amax, None
 
         def add_gradient() -> None:
-            columns = grad_y if isinstance(grad_y, Fp8Matrix) else by_columns(grad_y, GRADIENTS)
+            columns = grad_y if isinstance(grad_y, Fp8Matrix) else by_columns(grad_y, GRADIENTS, amax)
             add_weight_gradient(weight, columns, _columns_of(x, inverse_scale))
 
         ctx.tp.weight_gradients.submit(add_gradient)
@@ -156,25 +160,32 @@ def _cast_and_keep(ctx: Any, x: Tensor, keep: bool) -> Fp8Matrix:
     return rows
 
 
-def _columns_of(kept: Tensor, inverse_scale: Tensor | None) -> Fp8Matrix:
+def _columns_of(kept: Tensor, inverse_scale: Tensor | None, amax: Tensor | None = None) -> Fp8Matrix:
     """The input by columns: as it was kept, or cast now because it was gathered or computed again."""
     if kept.dtype is VALUES and inverse_scale is not None:
         return Fp8Matrix(kept, inverse_scale)
-    return by_columns(kept, VALUES)
+    return by_columns(kept, VALUES, amax)
 
 
-def _multiply_gathered(gathering: Gathering, matrix: Fp8Matrix, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """`products.multiply_gathered` of pieces that are cast as they arrive; `matrix` is `[out, in]`."""
+def _multiply_gathered(
+    gathering: Gathering, matrix: Fp8Matrix, dtype: torch.dtype, *, fast: bool
+) -> tuple[Tensor, Tensor]:
+    """`products.multiply_gathered` of pieces that are cast as they arrive; `matrix` is `[out, in]`.
+
+    Also gives the largest magnitudes of what was gathered, for who casts the whole of it later.
+    """
     y: Tensor | None = None
+    magnitudes = []
     for piece in gathering.pieces:
         x = gathering.rows(piece)
         if y is None:
             y = x.new_empty(*gathering.tokens, matrix.values.shape[0])
         out = slices(y, piece, gathering.pieces).flatten(0, 1)
-        multiply(by_rows(x, dtype), matrix, x.dtype, fast=fast, out=out)
+        magnitudes.append(amax_of(x))
+        multiply(by_rows(x, dtype, magnitudes[-1]), matrix, x.dtype, fast=fast, out=out)
     if y is None:
         raise ValueError("there are no pieces")
-    return y
+    return y, magnitudes[0] if len(magnitudes) == 1 else torch.cat(magnitudes)
 
 
 def _multiply_and_scatter(
