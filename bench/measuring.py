@@ -35,21 +35,24 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def in_turn(functions: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
+def in_turn(functions: Mapping[str, Callable[[], Any]], turns: int, ahead_cycles: int = 0) -> dict[str, list[float]]:
     """Milliseconds of each call on the GPU, one call of each function after the other, `turns` times.
 
     A card at its power limit is as fast as what it did before lets it be: ways that are measured one after the other,
-    each many times, differ by more than what is to be told apart.
+    each many times, differ by more than what is to be told apart. The GPU waits `ahead_cycles` before each call, in
+    which a host that issues more slowly than the GPU computes gets ahead.
     """
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    marks = [(name, torch.cuda.Event(enable_timing=True)) for _ in range(turns) for name in functions]
-    last = torch.cuda.Event(enable_timing=True)
-    for name, mark in marks:
-        mark.record()
+    calls = [name for _ in range(turns) for name in functions]
+    begins, ends = ([torch.cuda.Event(enable_timing=True) for _ in calls] for _ in range(2))
+    for name, begin, end in zip(calls, begins, ends, strict=True):
+        if ahead_cycles:
+            torch.cuda._sleep(ahead_cycles)
+        begin.record()
         functions[name]()
-    last.record()
+        end.record()
     torch.cuda.synchronize()
-    for (name, begin), (_, end) in itertools.pairwise([*marks, ("", last)]):
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for name, begin, end in zip(calls, begins, ends, strict=True):
         times[name].append(begin.elapsed_time(end))
     return times
 
