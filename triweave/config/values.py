@@ -85,8 +85,8 @@ def _optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> Iterator[Probl
             yield Problem(f"optimizer.betas[{index}]", beta, "must be from 0 to below 1", str((0.9, 0.95)[index]))
         elif 1 - beta < (least := LEAST_SHARES[optimizer.moments]):
             rule = (
-                f"leaves 1 - beta = {1 - beta:.3g}, and optimizer.moments: {optimizer.moments} needs at least {least:g}:"
-                " a moment that changes less a step is rounded back to what it was"
+                f"leaves 1 - beta = {1 - beta:.3g}, and optimizer.moments: {optimizer.moments} needs at least"
+                f" {least:g}: a moment that changes by less in a step is rounded back to what it was"
             )
             yield Problem(f"optimizer.betas[{index}]", beta, rule, f"{1 - least:g} (or optimizer.moments: float32)")
     steps, ratio = optimizer.warmup_steps, optimizer.warmup_ratio

@@ -27,7 +27,7 @@ def adamw_step(
     """Update masters and moments in place, and write the new weights.
 
     30 bytes an element, with moments in bfloat16 22; torch's fused kernel, which writes the divided gradient back, and
-    a cast after it take 42. Arithmetic is float32, and the masters follow the moments as they are before they are rounded.
+    a cast after it take 42. Arithmetic is float32: masters follow the moments as they are before they are rounded.
 
     Args:
         master: float32 `[numel]`.

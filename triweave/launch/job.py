@@ -13,6 +13,7 @@ from triweave.config.validate import ResolvedRun
 from triweave.errors import InputError, Problem
 from triweave.moments import MOMENTS_BYTES
 from triweave.planner.time_step import predict_step
+from triweave.planner.time_trainer import trainer_with
 from triweave.run_folder import MASTER_BYTES, STOPPED_FILE
 
 Kind = Literal["job", "jobset", "trainjob"]
@@ -152,6 +153,7 @@ def slow_step_s(resolved: ResolvedRun, cluster: Cluster) -> float | None:
             seq_len=run.data.seq_len,
             global_batch=run.train.global_batch,
             precision="fp8" if run.model.fp8 else "bf16",
+            stack=trainer_with(run.optimizer.moments),
         )
     except InputError:
         return None

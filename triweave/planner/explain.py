@@ -127,6 +127,9 @@ def _change(seconds: float, of: float) -> str:
 def _what_would_fit(request: Request, candidate: Candidate) -> list[str]:
     """Single changes that make the layout fit, with their price, the cheapest first."""
     tried = [(change, price(request, layout)) for change, layout in _single_changes(request, candidate.layout)]
+    if request.assumptions.moments == "float32":
+        smaller = replace(request, assumptions=replace(request.assumptions, moments="bfloat16"))
+        tried.append(("moments bfloat16", price(smaller, candidate.layout)))
     fitting = sorted(((change, one) for change, one in tried if one.fits), key=lambda item: item[1].time.step_s)
     if fitting:
         step = candidate.time.step_s

@@ -22,6 +22,7 @@ from triweave.planner.memory import (
 from triweave.planner.profile import Profile
 from triweave.planner.profile_machine import is_foreign
 from triweave.planner.time_step import StepTime, least_compute_s, least_step_s, predict_step, step_timeline
+from triweave.planner.time_trainer import trainer_with
 from triweave.rules import layout_problems
 from triweave.schedule import Timeline
 
@@ -199,7 +200,8 @@ def least_compute_of(request: Request, layout: Layout, *, even: bool) -> float:
 
 
 def _question(request: Request) -> dict[str, Any]:
-    return {"seq_len": request.seq_len, "global_batch": request.global_batch, "on": request.on}
+    stack = trainer_with(request.assumptions.moments)
+    return {"seq_len": request.seq_len, "global_batch": request.global_batch, "stack": stack, "on": request.on}
 
 
 def oom_probability(request: Request, memory: tuple[StageMemory, ...]) -> float:

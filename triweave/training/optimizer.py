@@ -12,7 +12,6 @@ from triweave.config.schema import OptimizerConfig
 from triweave.kernels.dispatch import uses_kernels
 from triweave.sharding import Unit
 
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PIECE = 2**20
 """Elements whose moments are widened to float32 at once where torch's kernel steps."""
@@ -82,7 +81,7 @@ class ShardedAdamW:
     def _fused(
         self, held: Sequence[Sequence[Tensor]], learning_rate: float, divisor: Tensor | None, *, decayed: bool
     ) -> None:
-        """torch's kernel on parameters, gradients, both moments and steps, all in float32."""
+        """Step by torch's kernel: parameters, gradients, both moments and steps, all in float32."""
         parameters, gradients, exp_avgs, exp_avg_sqs, steps = (list(column) for column in zip(*held, strict=True))
         beta1, beta2 = self.config.betas
         torch._fused_adamw_(
