@@ -86,9 +86,10 @@ def _optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> Iterator[Probl
         elif 1 - beta < (least := LEAST_SHARES[optimizer.moments]):
             rule = (
                 f"leaves 1 - beta = {1 - beta:.3g}, and optimizer.moments: {optimizer.moments} needs at least"
-                f" {least:g}: a moment that changes by less in a step is rounded back to what it was"
+                f" {least:g}: a moment that changes by less in a step is rounded back to what it was (float32 has no"
+                " such limit)"
             )
-            yield Problem(f"optimizer.betas[{index}]", beta, rule, f"{1 - least:g} (or optimizer.moments: float32)")
+            yield Problem(f"optimizer.betas[{index}]", beta, rule, str(1 - least))
     steps, ratio = optimizer.warmup_steps, optimizer.warmup_ratio
     if steps is not None and ratio is not None:
         rule = f"excludes optimizer.warmup_ratio = {ratio:g}: give one of the two (null unsets a key)"
