@@ -68,6 +68,8 @@ VARIANTS = (
     {"layout.recompute": "[layer]", "layout.shard": "none"},
     {"layout.recompute": "[norm,swiglu]", "layout.layers": "balanced"},
     {"layout.shard": "gradients"},
+    {"optimizer.moments": "bfloat16"},
+    {"layout.shard": "full", "optimizer.moments": "bfloat16"},
     {"layout.shard": "full", "layout.micro_batch": "2", "model.fp8": "true"},
     {"layout.recompute": "[mlp]", "layout.sequence_parallel": "false", "model.dtype": "float32"},
 )
@@ -202,6 +204,8 @@ def returned(script: Script, resolved: ResolvedRun, folder: Path) -> str:
     differing = [f"{key} {mine[key]} -> {theirs[key]}" for key in mine if mine[key] != theirs[key]]
     same = ("global_batch", resolved.run.train.global_batch, again.run.train.global_batch)
     differing += [f"{same[0]} {same[1]} -> {same[2]}"] if same[1] != same[2] else []
+    moments = resolved.run.optimizer.moments, again.run.optimizer.moments
+    differing += [f"moments {moments[0]} -> {moments[1]}"] if moments[0] != moments[1] else []
     return "; ".join(differing) or "yes"
 
 
