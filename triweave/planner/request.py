@@ -29,6 +29,9 @@ from triweave.schedule import Timeline
 MAX_OOM_PROBABILITY = 0.05
 """A layout fits when no stage is likelier than this to need more than its card has."""
 
+SMALLER_MOMENTS = "moments bfloat16"
+"""How that change is told: `--moments` of `plan`, `optimizer.moments` of a run file."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -84,6 +87,13 @@ def price(request: Request, layout: Layout) -> Candidate:
     probability = oom_probability(request, memory)
     time = time_of(request, layout)
     return Candidate(layout, memory, time, probability <= MAX_OOM_PROBABILITY, probability)
+
+
+def with_smaller_moments(request: Request) -> Request | None:
+    """The same question with both moments in bfloat16; None where they are."""
+    if request.assumptions.moments == "bfloat16":
+        return None
+    return replace(request, assumptions=replace(request.assumptions, moments="bfloat16"))
 
 
 def memory_of(request: Request, layout: Layout) -> tuple[StageMemory, ...]:
