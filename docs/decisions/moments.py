@@ -27,6 +27,7 @@ def drift(beta: float) -> Tensor:
 
 
 def main() -> None:
+    """Print the table."""
     torch.set_num_threads(1)
     print("beta       stands still within     error of the root: mean     worst")
     for beta in BETAS:
