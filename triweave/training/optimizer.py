@@ -12,7 +12,6 @@ from triweave.config.schema import OptimizerConfig
 from triweave.kernels.dispatch import uses_kernels
 from triweave.sharding import Unit
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PIECE = 2**20
 """Elements whose moments are widened to float32 at once where torch's kernel steps."""
 
@@ -129,7 +128,7 @@ class ShardedAdamW:
 
         Moments have the type that `optimizer.moments` says.
         """
-        dtype = _DTYPES[self.config.moments]
+        dtype = torch.bfloat16 if self.config.moments == "bfloat16" else torch.float32
         for part, state in zip(self.parts, self._moments, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=part.parameter.device)
