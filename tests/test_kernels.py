@@ -141,9 +141,9 @@ def test_products_are_added_in_float32() -> None:
     assert torch.equal(total, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("divisor", [None, 3.7])
 @pytest.mark.parametrize("numel", [64, 5000])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_adamw_is_torchs(numel: int, divisor: float | None, dtype: torch.dtype) -> None:
     """Masters and moments follow torch's AdamW in float64 over five steps, and the weights are the masters rounded.
 
