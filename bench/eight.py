@@ -1,7 +1,7 @@
 """Four or eight GPUs of one host: layouts proved, timed beside the peers and beside what was told before; one table.
 
     python bench/eight.py --gpus 8 --only check                 # ahead, on any machine without a GPU: minutes
-    python bench/eight.py --gpus 8 --only probe,tell,verify,70b --budget-s 560      # about seven minutes
+    python bench/eight.py --gpus 8 --only probe,tell,verify,70b --budget-s 560      # about eight minutes
     python bench/eight.py --gpus 8 --only 8b,overlap --budget-s 560                 # about eight
     python bench/eight.py --gpus 8 --only 70b,8b,overlap --budget-s 560    # if the page names what was left
     python bench/eight.py --gpus 8 --only table                            # any machine
@@ -11,13 +11,14 @@
 Parts, in their order. `check`: memory of every case by `triweave check`. `probe`: a profile of this host, collectives
 and layers over 2, 4 and 8 GPUs. `tell`: the planner's seconds of every case, with that profile and with a shipped one.
 `verify`: each layout on a small model, bf16, against transformers. `70b`: stages of Llama-3-70B's TP 8 x PP 4 with real
-collectives, each alone under 80 GB; then as many of its layers as fit at TP 8 alone. `8b`: Llama-3-8B at 8,192 in every
-layout, then torchtitan and Megatron-Core, the same tokens a step. `overlap`: single layers, and whether the copy
-engines' results are right (`bench/overlap.py`). The page follows every call.
+collectives, each alone under 80 GB; then all of it at TP 8 alone, with moments in bfloat16 (on fewer GPUs as many
+layers as fit). `8b`: Llama-3-8B at 8,192 in every layout, then torchtitan and Megatron-Core, the same tokens a step.
+`overlap`: single layers, and whether the copy engines' results are right (`bench/overlap.py`). The page follows every
+call.
 
 Minutes expected on eight GPUs, from what two took: probe 2.7 (115 s on two; layers and host of two more groups), verify
-1.2 (start, reference, 6 layouts), stages 2.5 (7 of 15 to 25 s), the deepest model 0.8; ours of 8B 2.7 (start, 6 cases
-of 20 to 25 s), torchtitan and Megatron-Core 4.5 (5 cases of 50 s), overlap 1.
+1.2 (start, reference, 6 layouts), stages 2.5 (7 of 15 to 25 s), all of 70B 1.8 (2 of 55 s); ours of 8B 2.7 (start, 6
+cases of 20 to 25 s), torchtitan and Megatron-Core 4.5 (5 cases of 50 s), overlap 1.
 
 A row is one JSON file in `--out`; what has an answer there is not run again, and what failed or hung is tried by the
 next call. Every rank has a limit of its own (`--limit-s`), and none outlives this command. A case that the rules

@@ -103,7 +103,7 @@ def fastest_s(found: Found, systems: Sequence[str]) -> float:
 
 
 def is_cut(case: Case) -> bool:
-    """Whether a case is of some of 70B's layers."""
+    """Whether a case is of 70B, whose layers are counted: all of them, or as many as fit."""
     return "layers" in case.options
 
 
@@ -235,7 +235,7 @@ def page(found: Found, head: str) -> list[str]:
         f"{table(of_8b)}\n\n{ahead(of_8b)}",
         f"## Stages of Llama-3-70B's grid, TP {found.gpus} x PP 4, under 80 GB",
         "\n".join(stages(found)),
-        f"## 70B's layers at TP {found.gpus} alone, as many as fit, all recomputed",
+        f"## Llama-3-70B at TP {found.gpus} alone: all of its 80 layers, or as many as fit",
         table(deep),
         "## Told before, and measured",
         "Seconds of a step; of a stage, of one micro-batch forward and backward.",

@@ -28,6 +28,7 @@ from triweave.planner.profile import Profile
 from triweave.planner.profile_machine import machine_from_profile, profile_of
 from triweave.planner.time_actions import action_costs
 from triweave.planner.time_step import predict_step
+from triweave.planner.time_trainer import trainer_with
 
 SHIPPED = "h200-x2"
 """The profile of the package that holds most: of two GPUs, carried over to larger groups as the planner does it."""
@@ -94,9 +95,10 @@ def seconds_of(case: Case, profile: Profile) -> dict[str, Any]:
     """
     spec, layout, cluster = case.spec, layout_of(case), cluster_of(case)
     size = {"seq_len": case.seq_len, "global_batch": case.sequences}
+    stack = trainer_with(resolved_of(case).run.optimizer.moments)
     machine = machine_from_profile(profile, cluster)
     if case.system != "stage":
-        step = predict_step(spec, layout, cluster, **size, on=machine)
+        step = predict_step(spec, layout, cluster, **size, stack=stack, on=machine)
         return {"seconds": step.step_s, "range_s": list(step.range_s), "source": profile.source}
     costs = action_costs(spec, layout, cluster, **size, on=machine)
     stage = int(case.options["stage"])

@@ -22,6 +22,7 @@ from triweave.layers.documents import Documents
 from triweave.layout import Layout, even_layers
 from triweave.llama import StageInput
 from triweave.model_spec import spec_from_folder
+from triweave.moments import MomentsDtype
 from triweave.training.batches import share_of
 from triweave.training.engine import Engine, build_engine
 from triweave.training.step import Batch, loss_of
@@ -59,7 +60,9 @@ def make_reference(folder: Path, samples: list[Sample], file: Path) -> Reference
     return compute_reference(folder, samples, file, torch.float32)
 
 
-def engine_for(folder: Path, layout: Layout, seq: int, num_micro_batches: int, **model: object) -> Engine:
+def engine_for(
+    folder: Path, layout: Layout, seq: int, num_micro_batches: int, moments: MomentsDtype = "float32", **model: object
+) -> Engine:
     """One rank's engine for a layout, without a run file."""
     spec = spec_from_folder(folder)
     if not layout.layers:
@@ -68,7 +71,7 @@ def engine_for(folder: Path, layout: Layout, seq: int, num_micro_batches: int, *
     run = Run(
         model=replace(config, **model),
         data=DataConfig(train=("unused",), seq_len=seq),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
+        optimizer=OptimizerConfig(learning_rate=1e-3, moments=moments),
     )
     resolved = SimpleNamespace(run=run, spec=spec, layout=layout, num_micro_batches=num_micro_batches)
     return build_engine(resolved, CPU)

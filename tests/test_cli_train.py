@@ -199,6 +199,25 @@ def test_interrupted_run_goes_on_as_if_nothing_had_been(finished: Path, tmp_path
         assert (folder / "out" / "hf" / file).read_bytes() == (finished / "out" / "hf" / file).read_bytes()
 
 
+def test_resume_with_other_moments(finished: Path, tmp_path: Path) -> None:
+    """A run whose moments are of another type than its checkpoint's says what it did to them, and goes on nearby."""
+    folder = linked_workspace(finished, tmp_path / "other")
+    words = ("--optimizer.moments=bfloat16", "--checkpoint.export=false")
+    source = finished / "out" / "checkpoints" / "step-6"
+    done = triweave("train", "run.yaml", *words, "--resume", str(source), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "\nresumed   at step 6\nmoments   float32 in the checkpoint, rounded to bfloat16\n" in done.stdout
+    resumed, whole = course(folder / "out"), course(finished / "out")[6:]
+    assert resumed[0]["loss"] == whole[0]["loss"], "weights are not rounded"
+    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in whole], rel=0.01)
+
+    # What it saved is of its own type: nothing is said when it goes on from there.
+    again = triweave("train", "run.yaml", *words, "--train.steps=10", cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert "\nresumed   at step 9\n" in again.stdout
+    assert "\nmoments   " not in again.stdout
+
+
 def test_resume_on_another_layout(finished: Path, tmp_path: Path) -> None:
     """A checkpoint of TP 2 x PP 2 goes on with DP 2: the same losses, but for the order of float32 sums."""
     folder = linked_workspace(finished, tmp_path / "other")

@@ -216,13 +216,19 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_says_what_its_checkpoints_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve bytes a parameter for each kept checkpoint and the one being written, and the exported folder."""
+    """Twelve bytes a parameter for each kept checkpoint and the one being written, and the exported folder.
+
+    Eight with moments in bfloat16.
+    """
     folder = make_workspace(tmp_path)
     monkeypatch.chdir(folder)
     wanted, out = wanted_by(Path("run.yaml"), 4)
     numel = sum(tensor.numel() for tensor in load_file(folder / "model" / "model.safetensors").values())
     assert out == Path("out")
     assert wanted.saved_bytes == numel * (12 * (9 + 1) + 2)
+    small = Path("run.yaml").read_text().replace("optimizer: {", "optimizer: {moments: bfloat16, ")
+    Path("small.yaml").write_text(small)
+    assert wanted_by(Path("small.yaml"), 4)[0].saved_bytes == numel * (8 * (9 + 1) + 2)
 
 
 # --- planted into what ranks say --------------------------------------------------------------------------------------

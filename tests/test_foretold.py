@@ -12,10 +12,11 @@ from parity import engine_for
 from tiny_configs import tiny_config
 
 from triweave.catalogue import find_model
-from triweave.config.schema import DataConfig, ModelConfig, Run, TrainConfig
+from triweave.config.schema import DataConfig, ModelConfig, OptimizerConfig, Run, TrainConfig
 from triweave.config.validate import ResolvedRun
 from triweave.dryrun.check import check, to_json
 from triweave.layout import Layout, even_layers
+from triweave.moments import MOMENTS_BYTES
 from triweave.planner.forecast import cluster_seen, forecast, run_identity
 from triweave.planner.memory import predict_memory
 from triweave.schedule.actions import Action, Kind
@@ -77,19 +78,22 @@ def test_the_check_goes_first_if_it_is_of_this_run(tmp_path: Path) -> None:
     other = resolved(Layout(pp=2), seq_len=256)
     assert run_identity(other) != run_identity(run)
     assert told_peaks(other, forecast(other, None), tmp_path)[0] == "the planner's closed form"
+    small = replace(run, run=replace(run.run, optimizer=OptimizerConfig(moments="bfloat16")))
+    assert told_peaks(small, forecast(small, None), tmp_path)[0] == "the planner's closed form"
     (tmp_path / "check.json").write_text("{")
     assert told_peaks(run, forecast(run, None), tmp_path)[0] == "the planner's closed form"
 
 
 def test_parts_are_measured(tmp_path: Path) -> None:
-    """Weights, sums, master weights and moments are counted tensor by tensor: 2, 4, 4 and 8 bytes a parameter."""
+    """Weights, sums, master weights and moments are counted tensor by tensor: 2, 4, 4 and 8 or 4 bytes a parameter."""
     tiny_config(tmp_path)
-    engine = engine_for(tmp_path, Layout(layers=(4,)), 8, 1, weights="random", dtype="bfloat16")
-    numel = sum(unit.numel for unit in engine.sharding.units)
-    (found,) = measure(engine)
-    sizes = [found.parts[name] for name in ("weights", "gradients", "master weights", "optimizer moments")]
-    assert sizes == [2 * numel, 4 * numel, 4 * numel, 8 * numel]
-    assert sum(found.parts.values()) == found.allocated
+    for moments, of_moments in MOMENTS_BYTES.items():
+        engine = engine_for(tmp_path, Layout(layers=(4,)), 8, 1, moments, weights="random", dtype="bfloat16")
+        numel = sum(unit.numel for unit in engine.sharding.units)
+        (found,) = measure(engine)
+        sizes = [found.parts[name] for name in ("weights", "gradients", "master weights", "optimizer moments")]
+        assert sizes == [2 * numel, 4 * numel, 4 * numel, of_moments * numel]
+        assert sum(found.parts.values()) == found.allocated
 
 
 def test_a_cpu_says_nothing_of_memory(tmp_path: Path) -> None:

@@ -185,6 +185,7 @@ STEPS: dict[str, tuple[Layout, How, dict[str, Any]]] = {
     "bfloat16": (Layout(), nullcontext, {"dtype": "bfloat16"}),
     "tp4-pieces-bfloat16": (Layout(tp=4), in_pieces, {"dtype": "bfloat16"}),
     "dp2-gradients-bfloat16": (Layout(dp=2, shard="gradients"), nullcontext, {"dtype": "bfloat16"}),
+    "moments": (Layout(dp=2), nullcontext, {"moments": "bfloat16"}),
     "fp8-tp2": (Layout(tp=2, recompute=("swiglu",)), nullcontext, {"dtype": "bfloat16", "fp8": True}),
 }
 

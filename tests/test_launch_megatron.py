@@ -35,6 +35,9 @@ LAYOUTS: list[dict[str, str | None]] = [
     {"layout__tp": "2", "layout__pp": "2", "layout__shard": "full", "layout__shard_group": "4"},
     {"layout__recompute": "[norm,mlp]", "layout__sequence_parallel": "false"},
     {"layout__layers": "[21, 20, 20, 19]", "model__fp8": "true"},
+    {"optimizer__moments": "bfloat16"},
+    {"layout__tp": "4", "optimizer__moments": "bfloat16"},
+    {"layout__tp": "2", "layout__pp": "2", "layout__shard": "full", "optimizer__moments": "bfloat16"},
     {"model__dtype": "float32", "train__steps": None, "train__epochs": "1"},
 ]
 
@@ -128,6 +131,37 @@ def test_every_argument_is_accounted_for() -> None:
     assert {text: found[text].fate for text in fates} == fates
     defaults = [one for one in found.values() if one.fate == "not given, Megatron's default"]
     assert len(found) == len(fates) + len(defaults)
+
+
+def test_small_moments_that_megatron_lacks_are_refused() -> None:
+    """Megatron has moments in bfloat16 under its distributed optimizer alone: taken at DP 1, refused without."""
+    run = resolved_run(layout__tp="4", layout__shard="none", optimizer__moments="bfloat16")
+    with pytest.raises(InputError, match=r"layout.shard = none: .* nearest: optimizer$"):
+        script_of(run)
+    alone = options(read_script(script_of(resolved_run(optimizer__moments="bfloat16"))).words)
+    assert {"--use-distributed-optimizer", "--use-precision-aware-optimizer"} <= set(alone)
+    assert alone["--exp-avg-dtype"] == alone["--exp-avg-sq-dtype"] == ("bf16",)
+
+
+@pytest.mark.parametrize(
+    ("words", "fate", "moments"),
+    [
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "taken over", "bfloat16"),
+        ("--use-precision-aware-optimizer --exp-avg-dtype fp32", "taken over", "float32"),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16", "has no counterpart, see to it", "float32"),
+        (
+            "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8",
+            "has no counterpart, see to it",
+            "float32",
+        ),
+        ("--exp-avg-dtype fp32", "does nothing here", "float32"),
+    ],
+)
+def test_types_of_moments_are_taken_together(words: str, fate: str, moments: str) -> None:
+    """Both moments in one type that is ours are taken over; one alone, and smaller types, are left to see to."""
+    found = import_arguments(Script((), tuple(words.split())))
+    assert {one.fate for one in found.arguments if one.text.startswith("--exp-avg")} == {fate}
+    assert found.run.optimizer.moments == moments
 
 
 def test_megatrons_defaults_are_kept() -> None:

@@ -53,6 +53,25 @@ def test_every_change_that_is_told_to_fit_fits(question: Request, fsdp: Candidat
     assert any("offload" in line for line in lines)
 
 
+def test_smaller_moments_are_told_where_they_make_it_fit() -> None:
+    """All of 70B on eight H200 fits with moments in bfloat16, with the peak and the step that `plan` gives then."""
+    asked = ("meta-llama/Llama-3-70B", "1x8xh200-141gb", 8192, 32)
+    question, smaller = make_request(*asked), make_request(*asked, moments="bfloat16")
+    words = "tp=8,recompute=[layer]"
+    before, after = (price(one, given_layout(one, words)) for one in (question, smaller))
+    assert not before.fits
+    assert after.fits
+    # Four bytes less of each parameter of the rank, and the allocator's share of them.
+    saved = before.memory[0].peak_allocated_bytes - after.memory[0].peak_allocated_bytes
+    assert saved == pytest.approx(4 * question.spec.num_parameters / 8, rel=1e-3)
+    # Eight bytes less to be moved of each, at the rate of the card's memory.
+    shorter = before.time.breakdown.optimizer - after.time.breakdown.optimizer
+    assert 8 * question.spec.num_parameters / 8 / shorter == pytest.approx(4.2e12, rel=0.2)
+    (line,) = [line for line in why(question, before) if line.startswith("fits with moments bfloat16")]
+    assert f": {after.peak_bytes / GIB:.1f} GiB, step {after.time.step_s:.2f} s" in line
+    assert "moments bfloat16" not in " ".join(why(smaller, price(smaller, given_layout(smaller, "tp=8"))))
+
+
 def test_offload_waits_where_copies_take_longer_than_a_layer(question: Request) -> None:
     """Gate and up of 70B leave beside a layer's forward, all that a layer keeps does not; host memory is told.
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from triweave.layout import Layout, Shard, even_layers
 from triweave.model_spec import ModelSpec, spec_from_folder
+from triweave.moments import MomentsDtype
 from triweave.planner.assumptions import OURS
 from triweave.planner.memory_stage import StageTapes, stage_tapes
 from triweave.planner.memory_states import shared_units, stage_units, states_of
@@ -207,10 +208,10 @@ def test_what_a_micro_batch_peaks_at(ranks: Ranks, tmp_path: Path, layout: Layou
 
 
 def states_on_rank(
-    rank: int, folder: Path, layout: Layout, samples: list[Sample], dtype: str
+    rank: int, folder: Path, layout: Layout, samples: list[Sample], dtype: str, moments: MomentsDtype
 ) -> tuple[list[int], list[int]]:
     """Weights, gradients, master weights and moments of this rank after a step, as they are and as planned."""
-    engine = engine_for(folder, layout, SEQ, MICRO_BATCHES, dtype=dtype, weights="random")
+    engine = engine_for(folder, layout, SEQ, MICRO_BATCHES, moments, dtype=dtype, weights="random")
     train_step(engine, local_batch(samples, layout, engine.groups.at.dp, engine.groups.at.cp), 1e-3, 1.0)
     units = engine.sharding.units
     real = [
@@ -232,7 +233,7 @@ def states_on_rank(
         for stage in layout.stages_of(engine.groups.at.pp)
         for unit in stage_units(engine.spec, layout, stage, OURS)
     ]
-    planned = states_of(planned_units, layout, dtype, OURS)
+    planned = states_of(planned_units, layout, dtype, replace(OURS, moments=moments))
     return real, [planned.weights, planned.gradients, planned.master_weights, planned.moments]
 
 
@@ -246,14 +247,16 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "moments"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+)
 @pytest.mark.parametrize("shared", SHARED, ids=lambda layout: f"{layout} {layout.sharing}")
-def test_states_to_the_byte(ranks: Ranks, tmp_path: Path, shared: Layout, dtype: str) -> None:
+def test_states_to_the_byte(ranks: Ranks, tmp_path: Path, shared: Layout, dtype: str, moments: MomentsDtype) -> None:
     """Weights, gradients, master weights and moments are those of the trainer at every level, padding included."""
     folder = tiny_config(tmp_path, vocab_size=301)
     layout = with_layers(shared)
     samples = make_samples(MICRO_BATCHES * layout.dp, 1, SEQ, VOCAB, packed=False)
-    for real, planned in ranks.run(layout.world_size, states_on_rank, folder, layout, samples, dtype):
+    for real, planned in ranks.run(layout.world_size, states_on_rank, folder, layout, samples, dtype, moments):
         assert real == planned
 
 

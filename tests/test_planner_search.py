@@ -14,6 +14,7 @@ from triweave.errors import InputError
 from triweave.layout import Layout, even_layers
 from triweave.model_spec import ModelSpec
 from triweave.planner.ask import make_request
+from triweave.planner.assumptions import OURS
 from triweave.planner.explain import why
 from triweave.planner.request import (
     MAX_OOM_PROBABILITY,
@@ -77,9 +78,9 @@ def requests(draw: st.DrawFn) -> Request:
         st.sampled_from([(1, 2, "h100-80gb"), (2, 2, "a100-80gb"), (1, 6, "h200-141gb"), (2, 4, "h100-80gb")])
     )
     cluster = Cluster(nodes, per_node, CATALOGUE[gpu])
-    request = Request(
-        "small", str(cluster), spec, cluster, draw(st.sampled_from([1024, 4096])), draw(st.sampled_from([8, 12, 24]))
-    )
+    seq_len, global_batch = draw(st.sampled_from([1024, 4096])), draw(st.sampled_from([8, 12, 24]))
+    assumptions = replace(OURS, moments=draw(st.sampled_from(["float32", "bfloat16"])))
+    request = Request("small", str(cluster), spec, cluster, seq_len, global_batch, assumptions=assumptions)
     legal = [layout for layout in layouts(request) if is_legal(request, layout)]
     if not legal:
         return request

@@ -39,6 +39,15 @@ def test_message_names_place_and_what_would_fit(tmp_path: Path) -> None:
     assert all(line.startswith("  fits with") for line in changes)
 
 
+@pytest.mark.parametrize(("betas", "told"), [("[0.9, 0.95]", True), ("[0.9, 0.999]", False)])
+def test_smaller_moments_are_told_where_the_betas_allow_them(tmp_path: Path, betas: str, told: bool) -> None:
+    """Moments in bfloat16 are no way out for a run whose betas they could not follow."""
+    words = ("--layout.tp=2", "--layout.dp=4", "--layout.recompute=[layer]", f"--optimizer.betas={betas}")
+    nearly = resolved_run(tmp_path, *words)
+    said = explain_out_of_memory(MemoryError(), nearly, 3, "step 1, computing")
+    assert ("fits with moments bfloat16" in said) == told
+
+
 def test_layout_far_from_fitting_gets_plan_s_answer(tmp_path: Path) -> None:
     """Where no single change helps, the message has the layout that plan would take."""
     said = explain_out_of_memory(MemoryError(), resolved_run(tmp_path), 3, "step 1, computing")

@@ -8,8 +8,8 @@ STOPPED_FILE = "stopped.json"
 SAVE_NOW_FILE = "save-now"
 """Made by a person in the folder of a running job: it saves after the step, and removes the file."""
 
-SAVED_BYTES = 12
-"""Of a parameter in a checkpoint: master weight and two moments, float32."""
+MASTER_BYTES = 4
+"""Of a parameter in a checkpoint: its master weight, float32. `moments.MOMENTS_BYTES` come on top."""
 
 EXPORTED_BYTES = 2
 """Of a parameter in the exported Hugging Face folder of a bf16 run."""

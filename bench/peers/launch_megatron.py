@@ -6,10 +6,10 @@
 Exit code 1: a script was refused, or came back changed
 
 Every script is read back by our reader and by Megatron's parser, which validates it as `pretrain_gpt.py` would on a
-machine of that many ranks: `parse_args`, `validate_args`, `core_transformer_config_from_args`. Then `--from-megatron`
-makes a run file of the script, whose layout must be the one it came from. Broken scripts, one fault each, show that the
-validator is not asleep. Replaced is what asks for a GPU (its compute capability), one module that needs Triton, and
-fused rotary embedding, which needs Transformer Engine.
+machine of that many ranks: `parse_args`, `validate_args`, `core_transformer_config_from_args`, `OptimizerConfig`. Then
+`--from-megatron` makes a run file of the script, whose layout must be the one it came from. Broken scripts, one fault
+each, show that the validator is not asleep. Replaced is what asks for a GPU (its compute capability), one module that
+needs Triton, and Transformer Engine: its fused rotary embedding, and the options of its Adam.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megatron_cpu import NEEDS_TRITON, SOURCES, VERSION
 
@@ -68,6 +69,8 @@ VARIANTS = (
     {"layout.recompute": "[layer]", "layout.shard": "none"},
     {"layout.recompute": "[norm,swiglu]", "layout.layers": "balanced"},
     {"layout.shard": "gradients"},
+    {"optimizer.moments": "bfloat16"},
+    {"layout.shard": "full", "optimizer.moments": "bfloat16"},
     {"layout.shard": "full", "layout.micro_batch": "2", "model.fp8": "true"},
     {"layout.recompute": "[mlp]", "layout.sequence_parallel": "false", "model.dtype": "float32"},
 )
@@ -79,6 +82,8 @@ FAULTS = {
     "option that is none": ("--pipeline-schedule", "1f1b"),
     "word that is no choice": ("--recompute-granularity", "some"),
     "minimum above the learning rate": ("--min-lr", "1"),
+    "moments of a type without the optimizer for it": ("--exp-avg-dtype", "bf16"),
+    "that optimizer, and states that are not shared out": ("--use-precision-aware-optimizer",),
 }
 
 
@@ -169,12 +174,30 @@ def judged(script: Script, world_size: int, gpu: str) -> str:
             arguments = parse_args()
             validate_args(arguments, {"tokenizer_type": "GPT2BPETokenizer"})
             core_transformer_config_from_args(arguments)
+            check_optimizer(arguments)
     except (Exception, SystemExit) as error:
         # argparse says why on standard error, and a bare assertion says nothing.
         own = "" if isinstance(error, SystemExit) else str(error).strip()
         lines = (own or said.getvalue().strip() or "without a word").splitlines()
         return f"{type(error).__name__}: {lines[0 if own else -1]}"
     return "yes"
+
+
+def check_optimizer(arguments: argparse.Namespace) -> None:
+    """What Megatron-Core itself asks of the optimizer's arguments, where Transformer Engine's Adam is installed."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    def adam(master_weight_dtype: Any, exp_avg_dtype: Any, exp_avg_sq_dtype: Any, use_decoupled_grad: Any) -> None:
+        """Its options that Megatron looks for."""
+
+    names = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    engine = types.ModuleType("transformer_engine")
+    engine.__dict__.update(__version__="2.11.0")
+    optimizers = types.ModuleType("transformer_engine.pytorch.optimizers")
+    optimizers.__dict__.update(FusedAdam=adam)
+    pytorch = types.ModuleType("transformer_engine.pytorch")
+    with patch.dict(sys.modules, {module.__name__: module for module in (engine, pytorch, optimizers)}):
+        OptimizerConfig(**{name: value for name, value in vars(arguments).items() if name in names})
 
 
 def comparable(layout: Layout) -> dict[str, Any]:
@@ -202,6 +225,8 @@ def returned(script: Script, resolved: ResolvedRun, folder: Path) -> str:
     differing = [f"{key} {mine[key]} -> {theirs[key]}" for key in mine if mine[key] != theirs[key]]
     same = ("global_batch", resolved.run.train.global_batch, again.run.train.global_batch)
     differing += [f"{same[0]} {same[1]} -> {same[2]}"] if same[1] != same[2] else []
+    moments = resolved.run.optimizer.moments, again.run.optimizer.moments
+    differing += [f"moments {moments[0]} -> {moments[1]}"] if moments[0] != moments[1] else []
     return "; ".join(differing) or "yes"
 
 
@@ -253,8 +278,8 @@ def run_faults() -> list[tuple[str, str]]:
     (text,) = megatron.files(found, Settings("run.yaml", FOLDER, name="run")).values()
     script = read_script(text)
     said = []
-    for fault, (name, value) in FAULTS.items():
-        broken = dataclasses.replace(script, words=(*script.words, name, value))
+    for fault, words in FAULTS.items():
+        broken = dataclasses.replace(script, words=(*script.words, *words))
         said.append((fault, judged(broken, 32, "h100-80gb")))
     unset = dataclasses.replace(script, environment={})
     said.append(("CUDA_DEVICE_MAX_CONNECTIONS unset", judged(unset, 32, "h100-80gb")))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from workload import Case
 
 from triweave.cluster import Cluster, parse_cluster
-from triweave.config.schema import DataConfig, ModelConfig, Run, TrainConfig
+from triweave.config.schema import DataConfig, ModelConfig, OptimizerConfig, Run, TrainConfig
 from triweave.config.validate import ResolvedRun
 from triweave.layout import Layout, balanced_layers, even_layers
 from triweave.rules import layout_problems
@@ -61,6 +61,7 @@ def resolved_of(case: Case) -> ResolvedRun:
     run = Run(
         model=ModelConfig(path="", weights="random", fp8=case.option("fp8", "off") == "on"),
         data=DataConfig(train=("",), seq_len=case.seq_len, packing=False),
+        optimizer=OptimizerConfig(moments=case.option("moments", "float32")),  # type: ignore[arg-type]
         train=TrainConfig(global_batch=case.sequences, steps=1),
     )
     return ResolvedRun(run, case.spec, layout, cluster, case.num_micro_batches, cluster.gpus_per_node)

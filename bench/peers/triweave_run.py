@@ -1,7 +1,8 @@
 """A rank of triweave: its own engine and optimizer step, on random weights and tokens.
 
 Weights, activations and their gradients in bf16, gradient sums, master weights and moments in float32. Options:
-`shard`, `schedule`, `recompute` (a comma list), each as in a run file; `keep_gathered` and `fp8` are `on` or not given.
+`shard`, `schedule`, `recompute` (a comma list), `moments`, each as in a run file; `keep_gathered` and `fp8` are `on` or
+not given.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def measure(case: Case) -> dict[str, Any]:
     products = "bf16 compute, products of the layers in fp8" if resolved.run.model.fp8 else "bf16 compute"
     carried = [f"slices: {engine.tp.transport.name}"] if case.tp > 1 or case.dp == 1 else []
     carried += [f"replicas: {engine.sharding.memory.name}"] if case.dp > 1 else []
-    notes = f"{products}, float32 masters, moments and gradient sums; {', '.join(carried)}"
+    small = resolved.run.optimizer.moments == "bfloat16"
+    sums = "float32 masters and gradient sums, bf16 moments" if small else "float32 masters, moments and gradient sums"
+    notes = f"{products}, {sums}; {', '.join(carried)}"
     peak = torch.cuda.max_memory_allocated() + engine.unseen_bytes if device.type == "cuda" else 0
     stopwatch.end_subgroups()
     return stopwatch.result(seconds, notes, peak_bytes=peak)

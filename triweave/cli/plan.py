@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from triweave.cli.options import Json
 from triweave.errors import InputError, Problem
@@ -30,6 +30,7 @@ def plan(
     out: Path | None = None,
     svg: Path | None = None,
     profile: str | None = None,
+    moments: Literal["float32", "bfloat16"] = "float32",
     tp_across_nodes: bool = False,
 ) -> int:
     """Rank every legal layout of a model on a cluster: memory of each stage, step time, MFU, and why.
@@ -49,6 +50,7 @@ def plan(
         out: Write a run file with the best layout that this version trains.
         svg: Draw the best layout: memory of each stage against the card, and the pipeline in time.
         profile: Machine profile to price with: a file, or the name of one that comes with the package (h200).
+        moments: How AdamW's moments are stored, as `optimizer.moments` of a run file.
         tp_across_nodes: Consider tensor-parallel groups that leave their node.
     """
     from triweave.planner.answer import to_json, to_text
@@ -58,7 +60,9 @@ def plan(
     from triweave.planner.words import typed
 
     with typed():
-        request = make_request(model, cluster, seq, global_batch, tp_across_nodes=tp_across_nodes, profile=profile)
+        request = make_request(
+            model, cluster, seq, global_batch, moments=moments, tp_across_nodes=tp_across_nodes, profile=profile
+        )
         if layout is not None:
             found = answer_for(request, layout)
         else:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from triweave.layout import Offload, Recompute, Schedule, Shard
+from triweave.moments import MomentsDtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class ModelConfig:
     weights: Literal["load", "random"] = "load"
     """`load` reads the folder's safetensors; `random` draws new weights (the folder needs only config.json)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of weights and activations. Master weights, moments and gradient sums are float32 always."""
+    """Precision of weights and activations. Master weights and gradient sums are float32 always."""
     fp8: bool = False
     """Multiply in fp8 inside the layers, forward and backward; needs a Hopper or Ada GPU, or a newer one."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
@@ -106,6 +107,8 @@ class OptimizerConfig:
     """Decoupled weight decay, on matrices only: norms and biases are never decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Adam's decay rates of the two moments."""
+    moments: MomentsDtype = "float32"
+    """How both moments are stored. bfloat16 saves 4 bytes a parameter; betas then end at 0.984375."""
     eps: float = 1e-8
     """Added to Adam's denominator."""
     max_grad_norm: float = 1.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from triweave.config.schema import OptimizerConfig, Run, TrainConfig
 from triweave.errors import Problem
+from triweave.moments import LEAST_SHARES
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,13 @@ def _optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> Iterator[Probl
     for index, beta in enumerate(optimizer.betas):
         if not 0 <= beta < 1:
             yield Problem(f"optimizer.betas[{index}]", beta, "must be from 0 to below 1", str((0.9, 0.95)[index]))
+        elif 1 - beta < (least := LEAST_SHARES[optimizer.moments]):
+            rule = (
+                f"leaves 1 - beta = {1 - beta:.3g}, and optimizer.moments: {optimizer.moments} needs at least"
+                f" {least:g}: a moment that changes by less in a step is rounded back to what it was (float32 has no"
+                " such limit)"
+            )
+            yield Problem(f"optimizer.betas[{index}]", beta, rule, str(1 - least))
     steps, ratio = optimizer.warmup_steps, optimizer.warmup_ratio
     if steps is not None and ratio is not None:
         rule = f"excludes optimizer.warmup_ratio = {ratio:g}: give one of the two (null unsets a key)"

@@ -9,7 +9,8 @@ from triweave.cluster import Cluster
 from triweave.config.load import load_run
 from triweave.config.validate import validate
 from triweave.layout import Layout
-from triweave.run_folder import EXPORTED_BYTES, SAVED_BYTES
+from triweave.moments import MOMENTS_BYTES
+from triweave.run_folder import EXPORTED_BYTES, MASTER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,5 +40,6 @@ def wanted_by(run_file: Path | None, world_size: int | None) -> tuple[Wanted, Pa
     resolved = validate(run, world_size=None if run.cluster else world_size, dry=True)
     kept = run.checkpoint.keep + 1 if run.checkpoint.path is None else 0
     exported = EXPORTED_BYTES if run.checkpoint.export else 0
-    saved_bytes = resolved.spec.num_parameters * (SAVED_BYTES * kept + exported)
+    saved = MASTER_BYTES + MOMENTS_BYTES[run.optimizer.moments]
+    saved_bytes = resolved.spec.num_parameters * (saved * kept + exported)
     return Wanted(resolved.layout, resolved.cluster, saved_bytes), Path(run.output_dir)

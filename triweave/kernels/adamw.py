@@ -26,13 +26,14 @@ def adamw_step(
 ) -> None:
     """Update masters and moments in place, and write the new weights.
 
-    30 bytes an element; torch's fused kernel, which writes the divided gradient back, and a cast after it take 42.
+    30 bytes an element, with moments in bfloat16 22; torch's fused kernel, which writes the divided gradient back, and
+    a cast after it take 42. Arithmetic is float32: masters follow the moments as they are before they are rounded.
 
     Args:
-        master: float32 `[numel]`, as are both moments and the gradient.
-        exp_avg: first moment.
-        exp_avg_sq: second moment.
-        gradient: as reduced; it is read only.
+        master: float32 `[numel]`.
+        exp_avg: first moment `[numel]`, float32 or bfloat16.
+        exp_avg_sq: second moment, likewise.
+        gradient: float32 `[numel]`, as reduced; it is read only.
         weight: `[numel]` in the working precision, overwritten; None where masters alone are kept.
         rates: from `step_rates`.
         config: betas and eps.
@@ -108,14 +109,14 @@ def _adamw(
     whole = tl.broadcast_to(scale, [BLOCK])
     inside = inside & (whole == whole)
     g = tl.load(gradient + at, mask=inside, other=0.0) * scale
-    m = tl.load(exp_avg + at, mask=inside, other=0.0)
-    v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
+    m = tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq + at, mask=inside, other=0.0).to(tl.float32)
     p = tl.load(master + at, mask=inside, other=0.0)
     m = m + (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g
     p = p * decay - step_size * m / (tl.sqrt(v) / correction + eps)
-    tl.store(exp_avg + at, m, mask=inside)
-    tl.store(exp_avg_sq + at, v, mask=inside)
+    tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
     tl.store(master + at, p, mask=inside)
     if WRITES_WEIGHT:
         tl.store(weight + at, p.to(weight.dtype.element_ty), mask=inside)

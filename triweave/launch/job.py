@@ -11,8 +11,10 @@ from typing import Literal
 from triweave.cluster import Cluster
 from triweave.config.validate import ResolvedRun
 from triweave.errors import InputError, Problem
+from triweave.moments import MOMENTS_BYTES
 from triweave.planner.time_step import predict_step
-from triweave.run_folder import SAVED_BYTES, STOPPED_FILE
+from triweave.planner.time_trainer import trainer_with
+from triweave.run_folder import MASTER_BYTES, STOPPED_FILE
 
 Kind = Literal["job", "jobset", "trainjob"]
 """Kubernetes: an indexed Job, a JobSet, or Kubeflow's TrainJob."""
@@ -151,6 +153,7 @@ def slow_step_s(resolved: ResolvedRun, cluster: Cluster) -> float | None:
             seq_len=run.data.seq_len,
             global_batch=run.train.global_batch,
             precision="fp8" if run.model.fp8 else "bf16",
+            stack=trainer_with(run.optimizer.moments),
         )
     except InputError:
         return None
@@ -217,6 +220,7 @@ def _time_limit(resolved: ResolvedRun, given: str | None, step_s: float | None) 
 
 def _warning_s(resolved: ResolvedRun, cluster: Cluster, step_s: float | None) -> int:
     """A step, and a save of everything from all nodes at once."""
-    save_s = resolved.spec.num_parameters * SAVED_BYTES / (WRITE_BYTES_PER_S * cluster.num_nodes)
+    saved_bytes = MASTER_BYTES + MOMENTS_BYTES[resolved.run.optimizer.moments]
+    save_s = resolved.spec.num_parameters * saved_bytes / (WRITE_BYTES_PER_S * cluster.num_nodes)
     seconds = EARLY_S + 2 * (step_s or 0.0) + save_s
     return max(LEAST_WARNING_S, math.ceil(seconds / 30) * 30)

@@ -19,7 +19,7 @@ def files(resolved: ResolvedRun, settings: Settings) -> dict[str, str]:
     """The script, by its name.
 
     Raises:
-        InputError: as `make_job`.
+        InputError: as `make_job`, and as `export`.
     """
     job = make_job(resolved, settings)
     return {f"{job.name}.megatron.sh": _script(resolved, settings, job)}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from triweave.cluster import Cluster
 from triweave.config.validate import ResolvedRun
+from triweave.errors import InputError, Problem
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
 
@@ -66,11 +67,14 @@ def export(resolved: ResolvedRun, cluster: Cluster) -> Exported:
     Args:
         resolved: the run.
         cluster: its cluster.
+
+    Raises:
+        InputError: Megatron has no counterpart without which another model would come out, or need more memory.
     """
     left_out: list[str] = []
     layout = resolved.layout
     groups = {
-        "PARALLEL": [*_grid(layout), *_stages(layout, left_out), *_data_parallel(layout, left_out)],
+        "PARALLEL": [*_grid(layout), *_stages(layout, left_out), *_data_parallel(resolved, left_out)],
         "MODEL": list(_model(resolved.spec, resolved.run.data.seq_len, layout.tp)),
         "ATTENTION": list(_attention(resolved, cluster)),
         "MEMORY": [*_recompute(layout, left_out), *_offload(layout, left_out)],
@@ -113,14 +117,25 @@ def _stages(layout: Layout, left_out: list[str]) -> Iterator[Argument]:
         yield _argument("num-virtual-stages-per-pipeline-rank", layout.vpp)
 
 
-def _data_parallel(layout: Layout, left_out: list[str]) -> Iterator[Argument]:
+def _data_parallel(resolved: ResolvedRun, left_out: list[str]) -> Iterator[Argument]:
+    layout, small_moments = resolved.layout, resolved.run.optimizer.moments == "bfloat16"
     if layout.replicas == 1:
+        if small_moments:
+            # Nobody is there to share states with, but --use-precision-aware-optimizer insists.
+            yield _argument("use-distributed-optimizer")
         if layout.shard != "none":
             left_out.append(
-                "--use-distributed-optimizer, --overlap-grad-reduce, --overlap-param-gather: at DP 1 there is nobody to"
-                " share the optimizer's states with, and nothing to reduce or gather."
+                f"{'' if small_moments else '--use-distributed-optimizer, '}--overlap-grad-reduce,"
+                " --overlap-param-gather: at DP 1 there is nobody to share the optimizer's states with, and nothing to"
+                " reduce or gather."
             )
         return
+    if small_moments and layout.shard == "none":
+        rule = (
+            "shares out no optimizer states, and Megatron-LM has moments in bfloat16 (optimizer.moments) under"
+            " --use-precision-aware-optimizer alone, which needs --use-distributed-optimizer"
+        )
+        raise InputError(Problem("layout.shard", layout.shard, rule, "optimizer"))
     if layout.shard in ("gradients", "full"):
         strategy = "optim_grads" if layout.shard == "gradients" else "optim_grads_params"
         yield _argument("use-megatron-fsdp")
@@ -224,6 +239,10 @@ def _precision(resolved: ResolvedRun) -> Iterator[Argument]:
     if resolved.run.model.fp8:
         yield _argument("fp8-format", "hybrid")
         yield _argument("fp8-recipe", "tensorwise")
+    if resolved.run.optimizer.moments == "bfloat16":
+        yield _argument("use-precision-aware-optimizer")
+        yield _argument("exp-avg-dtype", "bf16")
+        yield _argument("exp-avg-sq-dtype", "bf16")
 
 
 def _schedule(resolved: ResolvedRun) -> Iterator[Argument]:

@@ -12,7 +12,7 @@ from triweave.config.document import commented_yaml
 from triweave.config.load import load_words
 from triweave.config.schema import Run
 from triweave.errors import InputError, Problem, closest
-from triweave.launch.megatron_rows import ALWAYS, DEFAULTS, FROM_THE_MODEL, ROWS, STRATEGIES, WORLD, Row
+from triweave.launch.megatron_rows import ALWAYS, DEFAULTS, FROM_THE_MODEL, MOMENTS, ROWS, STRATEGIES, WORLD, Row
 from triweave.launch.megatron_script import Script, read_script
 
 NAMES = Path(__file__).with_name("megatron-0.19.2.txt")
@@ -143,6 +143,8 @@ def _one(name: str, values: tuple[str, ...], given: Mapping[str, tuple[str, ...]
         return _dropout(text, values)
     if row is not None:
         return _taken(text, row, values, given, keys)
+    if name in ("--exp-avg-dtype", "--exp-avg-sq-dtype"):
+        return _moments(text, given, keys)
     if name in FROM_THE_MODEL:
         return Accounted(text, "does nothing here", "config.json of the model says it")
     if name in ALWAYS:
@@ -157,6 +159,17 @@ def _dropout(text: str, values: tuple[str, ...]) -> Accounted:
     if values and float(values[0]) == 0:
         return Accounted(text, "does nothing here", "there is no dropout")
     return Accounted(text, "has no counterpart, see to it", "there is no dropout here")
+
+
+def _moments(text: str, given: Mapping[str, tuple[str, ...]], keys: dict[str, str]) -> Accounted:
+    """The type of both moments, where they have one and it is ours."""
+    if "--use-precision-aware-optimizer" not in given:
+        return Accounted(text, "does nothing here", "it is read with --use-precision-aware-optimizer only")
+    first, second = (given.get(name, ("fp32",)) for name in ("--exp-avg-dtype", "--exp-avg-sq-dtype"))
+    if first != second or first not in MOMENTS:
+        return Accounted(text, "has no counterpart, see to it", "optimizer.moments is float32 or bfloat16, for both")
+    keys["optimizer.moments"] = MOMENTS[first]
+    return Accounted(text, "taken over", f"optimizer.moments: {MOMENTS[first]}")
 
 
 def _taken(

@@ -115,6 +115,8 @@ BACKENDS = {"flash": "flash", "fused": "auto", "unfused": "math", "local": "math
 STRATEGIES = {"no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "full"}
 MODULES = {"layernorm": "norm", "mlp": "mlp"}
 """What selective recompute of Megatron is here; attention's scores are kept by no kernel of either."""
+MOMENTS = {("fp32",): "float32", ("bf16",): "bfloat16"}
+"""Values of both `--exp-avg-dtype` and `--exp-avg-sq-dtype` that `optimizer.moments` has."""
 
 ROWS: dict[str, Row] = {
     "--tensor-model-parallel-size": Row("layout.tp", _whole),
@@ -240,6 +242,9 @@ _BECAUSE = {
     "data is prepared before the first step, see data.train": """
         data-path train-data-path valid-data-path test-data-path data-cache-path num-workers mock-data
         dataloader-type no-mmap-bin-files eod-mask-loss
+    """,
+    "optimizer.moments says it": """
+        use-precision-aware-optimizer
     """,
     "the schedule ends with the run": """
         lr-decay-iters lr-decay-samples lr-warmup-init

@@ -15,6 +15,7 @@ from triweave.config.cluster_file import cluster_of
 from triweave.errors import InputError, Problem
 from triweave.layout import Layout, even_layers
 from triweave.model_spec import ModelSpec, spec_from_folder
+from triweave.moments import MomentsDtype
 from triweave.planner.assumptions import OURS
 from triweave.planner.profile import Profile
 from triweave.planner.profile_machine import machine_from_profile, profile_of
@@ -29,6 +30,7 @@ def make_request(
     seq_len: int,
     global_batch: int,
     *,
+    moments: MomentsDtype = "float32",
     tp_across_nodes: bool = False,
     profile: str | None = None,
 ) -> Request:
@@ -72,7 +74,7 @@ def make_request(
         seq_len,
         global_batch,
         tp_across_nodes=tp_across_nodes,
-        assumptions=replace(OURS, gpus_per_node=machines.gpus_per_node),
+        assumptions=replace(OURS, gpus_per_node=machines.gpus_per_node, moments=moments),
         profile=measured,
         on=on,
     )
@@ -127,7 +129,7 @@ def answer_for(request: Request, words: str) -> Plan:
 def run_file_text(request: Request, layout: Layout) -> str:
     """A run file with the layout; data and schedule of the training are for the user to fill in."""
     from triweave.config.document import commented_yaml
-    from triweave.config.schema import DataConfig, LayoutConfig, ModelConfig, Run, TrainConfig
+    from triweave.config.schema import DataConfig, LayoutConfig, ModelConfig, OptimizerConfig, Run, TrainConfig
 
     layers = layout.layers
     even = layers == even_layers(request.spec.num_hidden_layers, layout.num_stages)
@@ -151,6 +153,7 @@ def run_file_text(request: Request, layout: Layout) -> str:
             layers="even" if even else layers,
         ),
         data=DataConfig(train=("train.jsonl",), seq_len=request.seq_len),
+        optimizer=OptimizerConfig(moments=request.assumptions.moments),
         train=TrainConfig(global_batch=request.global_batch, epochs=1.0),
     )
     return commented_yaml(run)

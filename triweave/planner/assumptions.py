@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import hypot
 from typing import Literal
 
+from triweave.moments import MomentsDtype
+
 MIB = 2**20
 GIB = 2**30
 
@@ -30,6 +32,8 @@ class Assumptions:
     optimizer copies its slice to float32. Otherwise they are one buffer that stands from the start."""
     weight_bytes: int | None = None
     """Bytes of one weight as it is stored; None takes the dtype's."""
+    moments: MomentsDtype = "float32"
+    """How both moments of Adam are stored."""
     master_weights: bool = True
     """Whether the optimizer keeps float32 weights of its own beside 16-bit ones."""
     prefetched_units: int = 1

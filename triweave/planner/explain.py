@@ -10,6 +10,7 @@ from triweave.planner.assumptions import GIB
 from triweave.planner.offloads import fastest_that_fits, offloaded_layouts, what_it_pins
 from triweave.planner.request import (
     MAX_OOM_PROBABILITY,
+    SMALLER_MOMENTS,
     Candidate,
     Request,
     legal_problems,
@@ -17,6 +18,7 @@ from triweave.planner.request import (
     most_used_bytes,
     price,
     time_of,
+    with_smaller_moments,
 )
 from triweave.planner.space import MAX_MICRO_BATCH, RECOMPUTE, SHARDS
 
@@ -127,6 +129,8 @@ def _change(seconds: float, of: float) -> str:
 def _what_would_fit(request: Request, candidate: Candidate) -> list[str]:
     """Single changes that make the layout fit, with their price, the cheapest first."""
     tried = [(change, price(request, layout)) for change, layout in _single_changes(request, candidate.layout)]
+    if (smaller := with_smaller_moments(request)) is not None:
+        tried.append((SMALLER_MOMENTS, price(smaller, candidate.layout)))
     fitting = sorted(((change, one) for change, one in tried if one.fits), key=lambda item: item[1].time.step_s)
     if fitting:
         step = candidate.time.step_s

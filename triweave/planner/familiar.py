@@ -9,7 +9,14 @@ from triweave.errors import divisors
 from triweave.layout import Layout, even_layers
 from triweave.planner.assumptions import GIB
 from triweave.planner.offloads import fastest_that_fits
-from triweave.planner.request import Candidate, Request, legal_problems, price
+from triweave.planner.request import (
+    SMALLER_MOMENTS,
+    Candidate,
+    Request,
+    legal_problems,
+    price,
+    with_smaller_moments,
+)
 from triweave.planner.words import as_typed
 
 MAX_STAGES = 8
@@ -60,9 +67,15 @@ def _verdict(request: Request, layout: Layout, first: Candidate | None) -> str:
     if not one.fits:
         over = f"{needed - capacity:.1f} too many" if needed > capacity else "too near to be safe"
         told = f"OUT OF MEMORY at the {fullest.at}: {needed:.1f} GiB of {capacity:.1f}, {over} (else {speed})"
-        found = fastest_that_fits(request, layout)
+        found = fastest_that_fits(request, layout) or _with_smaller_moments(request, layout)
         return told if found is None else f"{told}; with {found[0]} it fits: {_fits(found[1], first)}"
     return f"fits with {needed:.1f} GiB of {capacity:.1f}: {speed}{_beside(one, first)}"
+
+
+def _with_smaller_moments(request: Request, layout: Layout) -> tuple[str, Candidate] | None:
+    smaller = with_smaller_moments(request)
+    one = price(smaller, layout) if smaller is not None else None
+    return (SMALLER_MOMENTS, one) if one is not None and one.fits else None
 
 
 def _fits(one: Candidate, first: Candidate | None) -> str:

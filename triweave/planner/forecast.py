@@ -17,6 +17,7 @@ from triweave.planner.machine import Machine, Precision
 from triweave.planner.memory import StageMemory, predict_memory
 from triweave.planner.time_actions import action_costs
 from triweave.planner.time_step import predict_step
+from triweave.planner.time_trainer import trainer_with
 from triweave.schedule.actions import Kind
 
 FORECAST_FILE = "forecast.json"
@@ -31,6 +32,7 @@ def run_identity(resolved: ResolvedRun) -> dict[str, Any]:
         "layout": asdict(resolved.layout),
         "dtype": run.model.dtype,
         "fp8": run.model.fp8,
+        "moments": run.optimizer.moments,
         "attention": run.model.attention,
         "seq_len": run.data.seq_len,
         "packing": run.data.packing,
@@ -50,7 +52,7 @@ def stages_of(resolved: ResolvedRun) -> tuple[StageMemory, ...]:
         seq_len=resolved.run.data.seq_len,
         num_micro_batches=resolved.num_micro_batches,
         dtype=resolved.run.model.dtype,
-        assumptions=replace(OURS, gpus_per_node=resolved.gpus_per_node),
+        assumptions=replace(OURS, gpus_per_node=resolved.gpus_per_node, moments=resolved.run.optimizer.moments),
     )
 
 
@@ -95,6 +97,7 @@ def _step(resolved: ResolvedRun, cluster: Cluster, on: Machine | None) -> dict[s
         "seq_len": run.data.seq_len,
         "global_batch": run.train.global_batch,
         "precision": precision,
+        "stack": trainer_with(run.optimizer.moments),
         "on": on,
     }
     try:

@@ -12,6 +12,7 @@ from itertools import groupby
 
 from triweave.layout import REDUCTIONS_BESIDE, UNITS_AHEAD, Layout
 from triweave.model_spec import ModelSpec
+from triweave.moments import MOMENTS_BYTES
 from triweave.parameters import has_tied_copy, holds_embedding, holds_head
 from triweave.planner.assumptions import Assumptions
 from triweave.planner.memory_ours import Unit
@@ -114,7 +115,7 @@ def states_of(units: list[ParameterUnit], layout: Layout, dtype: str, a: Assumpt
         weights=weights,
         gradients=gradients,
         master_weights=_FLOAT32 * owned if own_master else 0,
-        moments=2 * _FLOAT32 * owned,
+        moments=MOMENTS_BYTES[a.moments] * owned,
         step_working_set=working_set,
     )
 

@@ -22,11 +22,15 @@ from triweave.planner.memory import (
 from triweave.planner.profile import Profile
 from triweave.planner.profile_machine import is_foreign
 from triweave.planner.time_step import StepTime, least_compute_s, least_step_s, predict_step, step_timeline
+from triweave.planner.time_trainer import trainer_with
 from triweave.rules import layout_problems
 from triweave.schedule import Timeline
 
 MAX_OOM_PROBABILITY = 0.05
 """A layout fits when no stage is likelier than this to need more than its card has."""
+
+SMALLER_MOMENTS = "moments bfloat16"
+"""How that change is told: `--moments` of `plan`, `optimizer.moments` of a run file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,13 @@ def price(request: Request, layout: Layout) -> Candidate:
     probability = oom_probability(request, memory)
     time = time_of(request, layout)
     return Candidate(layout, memory, time, probability <= MAX_OOM_PROBABILITY, probability)
+
+
+def with_smaller_moments(request: Request) -> Request | None:
+    """The same question with both moments in bfloat16; None where they are."""
+    if request.assumptions.moments == "bfloat16":
+        return None
+    return replace(request, assumptions=replace(request.assumptions, moments="bfloat16"))
 
 
 def memory_of(request: Request, layout: Layout) -> tuple[StageMemory, ...]:
@@ -199,7 +210,8 @@ def least_compute_of(request: Request, layout: Layout, *, even: bool) -> float:
 
 
 def _question(request: Request) -> dict[str, Any]:
-    return {"seq_len": request.seq_len, "global_batch": request.global_batch, "on": request.on}
+    stack = trainer_with(request.assumptions.moments)
+    return {"seq_len": request.seq_len, "global_batch": request.global_batch, "stack": stack, "on": request.on}
 
 
 def oom_probability(request: Request, memory: tuple[StageMemory, ...]) -> float:

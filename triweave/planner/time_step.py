@@ -180,6 +180,7 @@ def least_step_s(
     *,
     seq_len: int,
     global_batch: int,
+    stack: Stack = TRIWEAVE,
     on: Machine | None = None,
 ) -> float:
     """Seconds that the step of `layout` cannot undercut, without laying out its schedule: exact for equal stages.
@@ -189,7 +190,7 @@ def least_step_s(
     """
     # Below `full` the stages cost the same however optimizer states and gradients are shared.
     alike = layout if layout.shard == "full" else replace(layout, shard="none", shard_group=None)
-    known = _least_pipeline(spec, alike, cluster, seq_len, global_batch, on)
+    known = _least_pipeline(spec, alike, cluster, seq_len, global_batch, stack, on)
     return known.seconds + sum(after_backward_s(known.costs, layout, known.rank, known.busy_s, cluster.gpus_per_node))
 
 
@@ -205,9 +206,15 @@ class _LeastPipeline(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _least_pipeline(
-    spec: ModelSpec | Decoder, layout: Layout, cluster: Cluster, seq_len: int, global_batch: int, on: Machine | None
+    spec: ModelSpec | Decoder,
+    layout: Layout,
+    cluster: Cluster,
+    seq_len: int,
+    global_batch: int,
+    stack: Stack,
+    on: Machine | None,
 ) -> _LeastPipeline:
-    costs = action_costs(spec, layout, cluster, seq_len=seq_len, global_batch=global_batch, on=on)
+    costs = action_costs(spec, layout, cluster, seq_len=seq_len, global_batch=global_batch, stack=stack, on=on)
     busy = costs.busy_s(layout)
     longest = max(range(layout.pp), key=lambda rank: busy[rank])
     least = least_pipeline_s(
@@ -224,6 +231,7 @@ def least_compute_s(
     seq_len: int,
     global_batch: int,
     even: bool,
+    stack: Stack = TRIWEAVE,
     on: Machine | None = None,
 ) -> float:
     """Seconds that no way to shard, to recompute and to offload makes shorter: the pipeline alone.
@@ -235,13 +243,14 @@ def least_compute_s(
         seq_len: tokens of a sequence.
         global_batch: sequences of a step.
         even: for any schedule and any layer map: all work, spread over the pipeline ranks without a bubble.
+        stack: as for `predict_step`.
         on: speeds of the GPU and its links, as for `predict_step`.
 
     Raises:
         InputError: as `predict_step`.
     """
     plain = replace(layout, shard="none", shard_group=None, recompute=(), offload=())
-    known = _least_pipeline(spec, plain, cluster, seq_len, global_batch, on)
+    known = _least_pipeline(spec, plain, cluster, seq_len, global_batch, stack, on)
     return known.mean_busy_s if even else known.seconds
 
 
@@ -252,6 +261,7 @@ def step_timeline(
     *,
     seq_len: int,
     global_batch: int,
+    stack: Stack = TRIWEAVE,
     on: Machine | None = None,
 ) -> Timeline:
     """Every forward and backward of a step in time, from the costs that `predict_step` adds up.
@@ -261,7 +271,7 @@ def step_timeline(
     Raises:
         InputError: as `predict_step`.
     """
-    costs = action_costs(spec, layout, cluster, seq_len=seq_len, global_batch=global_batch, on=on)
+    costs = action_costs(spec, layout, cluster, seq_len=seq_len, global_batch=global_batch, stack=stack, on=on)
     schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, costs.micro_batches)
     return simulate(schedule, lambda action: costs.stages[action.stage].of(action.kind), costs.transfer_s)
 

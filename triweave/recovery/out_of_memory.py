@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from triweave.config.validate import ResolvedRun
+from triweave.moments import LEAST_SHARES
 
 GIB = 2**30
 
@@ -56,8 +57,9 @@ def write_snapshot(folder: Path, rank: int) -> Path:
 def what_would_fit(resolved: ResolvedRun) -> list[str]:
     """What the planner predicts of the layout, by component, and the nearest layouts that it says would fit."""
     from triweave.planner.answer import spell_layout
+    from triweave.planner.assumptions import OURS
     from triweave.planner.explain import why
-    from triweave.planner.request import Request, price
+    from triweave.planner.request import SMALLER_MOMENTS, Request, price
     from triweave.planner.search import search
 
     run, cluster = resolved.run, resolved.cluster
@@ -72,6 +74,7 @@ def what_would_fit(resolved: ResolvedRun) -> list[str]:
         run.train.global_batch,
         dtype=run.model.dtype,
         tp_across_nodes=run.layout.tp_across_nodes,
+        assumptions=replace(OURS, gpus_per_node=resolved.gpus_per_node, moments=run.optimizer.moments),
     )
     candidate = price(request, resolved.layout)
     fullest = max(candidate.memory, key=lambda stage: stage.used_bytes)
@@ -79,6 +82,8 @@ def what_would_fit(resolved: ResolvedRun) -> list[str]:
     spelled = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
     # It did not fit, whatever was predicted.
     changes = [line for line in why(request, replace(candidate, fits=False)) if line.startswith("fits with")]
+    if any(1 - beta < LEAST_SHARES["bfloat16"] for beta in run.optimizer.betas):
+        changes = [line for line in changes if not line.startswith(f"fits with {SMALLER_MOMENTS}")]
     if not changes:
         best = search(request, 1).candidates
         changes = [f"no single change makes it fit; plan's first answer is {spell_layout(one.layout)}" for one in best]

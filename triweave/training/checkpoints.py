@@ -28,6 +28,8 @@ from triweave.checkpoint.store import DamagedCheckpoint, Store, read_bytes
 from triweave.errors import InputError, Problem
 from triweave.groups import Group
 from triweave.model_spec import ModelSpec
+from triweave.moments import MOMENTS_BYTES
+from triweave.run_folder import MASTER_BYTES
 from triweave.training.engine import Engine
 from triweave.training.optimizer import Part
 from triweave.training.run_progress import PROGRESS_FILE, RunProgress, read_progress
@@ -35,7 +37,7 @@ from triweave.training.run_progress import PROGRESS_FILE, RunProgress, read_prog
 RANDOM_FILE = "random.json"
 RUN_FILE = "run.yaml"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
-"""What is saved of each tensor: the float32 master and Adam's two moments."""
+"""What is saved of each tensor: the float32 master and Adam's two moments, as they are stored."""
 
 _RANDOM_LIMIT_BYTES = 2**28
 """Of 10,000 ranks."""
@@ -61,7 +63,10 @@ def take_snapshot(engine: Engine, progress: RunProgress, run_file: str, copy: Ho
 
 def snapshot_bytes(engine: Engine) -> list[int]:
     """Sizes of the tensors that a snapshot copies, in its order."""
-    return [part.parameter.nbytes for part in engine.optimizer.parts for _ in KINDS]
+    moments = MOMENTS_BYTES[engine.optimizer.config.moments] // 2
+    return [
+        part.parameter.numel() * size for part in engine.optimizer.parts for size in (MASTER_BYTES, moments, moments)
+    ]
 
 
 def write_snapshot(store: Store, snapshot: Snapshot, group: Group, owner: Owner | None = None) -> str:
@@ -86,7 +91,8 @@ def write_snapshot(store: Store, snapshot: Snapshot, group: Group, owner: Owner 
 def load_checkpoint(checkpoint: str | Path, engine: Engine) -> RunProgress:
     """Bring weights, optimizer and random states back to where `checkpoint` was written. All ranks call it together.
 
-    Its hashes are not looked at here: see `checkpoint.kept.damage`.
+    Its hashes are not looked at here: see `checkpoint.kept.damage`. Its moments may have another type than the run's:
+    see `retyped_moments`.
 
     Raises:
         InputError: it is no checkpoint, or that of another model, or damaged.
@@ -111,6 +117,23 @@ def load_checkpoint(checkpoint: str | Path, engine: Engine) -> RunProgress:
     engine.sharding.publish()
     _restore_random(checkpoint, engine)
     return progress
+
+
+def retyped_moments(checkpoint: str | Path, engine: Engine) -> str | None:
+    """What becomes of the moments of `checkpoint` where it stores them in another type than the run; None if alike.
+
+    Every bfloat16 is a float32, and of a float32 the nearest bfloat16 is taken: what a step of the run would leave.
+    """
+    ours = engine.optimizer.config.moments
+    tables = CheckpointReader(checkpoint).tensors()
+    kinds = {
+        str(table.properties.dtype).removeprefix("torch.")
+        for name, table in tables.items()
+        if name.startswith(tuple(f"{kind}." for kind in KINDS[1:]))
+    }
+    if kinds == {ours}:
+        return None
+    return f"{', '.join(sorted(kinds))} in the checkpoint, {'widened' if ours == 'float32' else 'rounded'} to {ours}"
 
 
 def _restore_random(checkpoint: str | Path, engine: Engine) -> None:

@@ -139,6 +139,7 @@ class _Training:
             console.say(*(f"DAMAGED   {name}: {problem}; passed over" for name, problem in resumed.bad.items()))
             if done:
                 console.say(f"resumed   at step {done}")
+            console.say(*([f"moments   {resumed.moments}"] if resumed.moments else ()))
             self.over_ranks()
             if self.asked:
                 return self.stopped(done, console)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from triweave.config.schema import OptimizerConfig
 from triweave.kernels.dispatch import uses_kernels
 from triweave.sharding import Unit
+
+_PIECE = 2**20
+"""Elements whose moments are widened to float32 at once where torch's kernel steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +61,33 @@ class ShardedAdamW:
         states = [(part, state) for part, state in self.states() if _is_decayed(part) == decayed]
         if not states:
             return
-        steps = [state["step"] for _, state in states]
-        torch._foreach_add_(steps, 1.0)
+        torch._foreach_add_([state["step"] for _, state in states], 1.0)
+        # Gradients are asked for every step: units that keep only shards may have a new buffer.
+        held = [
+            (part.parameter, part.unit.gradient[part.inside], state["exp_avg"], state["exp_avg_sq"], state["step"])
+            for part, state in states
+        ]
+        if self.config.moments == "float32":
+            self._fused(held, learning_rate, divisor, decayed=decayed)
+            return
+        # torch's kernel wants one type. A piece at a time: all moments in float32 would be what is to be saved.
+        for *flats, step in held:
+            for parameter, gradient, *moments in zip(*(flat.split(_PIECE) for flat in flats), strict=True):
+                wide = [moment.float() for moment in moments]
+                self._fused([(parameter, gradient, *wide, step)], learning_rate, divisor, decayed=decayed)
+                torch._foreach_copy_(moments, wide)
+
+    def _fused(
+        self, held: Sequence[Sequence[Tensor]], learning_rate: float, divisor: Tensor | None, *, decayed: bool
+    ) -> None:
+        """Step by torch's kernel: parameters, gradients, both moments and steps, all in float32."""
+        parameters, gradients, exp_avgs, exp_avg_sqs, steps = (list(column) for column in zip(*held, strict=True))
         beta1, beta2 = self.config.betas
         torch._fused_adamw_(
-            [part.parameter for part, _ in states],
-            # Asked for every step: units that keep only shards may have a new buffer.
-            [part.unit.gradient[part.inside] for part, _ in states],
-            [state["exp_avg"] for _, state in states],
-            [state["exp_avg_sq"] for _, state in states],
+            parameters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
             [],
             steps,
             lr=learning_rate,
@@ -103,12 +124,16 @@ class ShardedAdamW:
             )
 
     def states(self) -> Iterator[tuple[Part, dict[str, Tensor]]]:
-        """Each part with its moments `exp_avg` and `exp_avg_sq` and its `step`; made of zeros if not there yet."""
+        """Each part with its moments `exp_avg` and `exp_avg_sq` and its `step`; made of zeros if not there yet.
+
+        Moments have the type that `optimizer.moments` says.
+        """
+        dtype = torch.bfloat16 if self.config.moments == "bfloat16" else torch.float32
         for part, state in zip(self.parts, self._moments, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=part.parameter.device)
-                state["exp_avg"] = torch.zeros_like(part.parameter)
-                state["exp_avg_sq"] = torch.zeros_like(part.parameter)
+                state["exp_avg"] = torch.zeros_like(part.parameter, dtype=dtype)
+                state["exp_avg_sq"] = torch.zeros_like(part.parameter, dtype=dtype)
             yield part, state
 
 

@@ -13,18 +13,20 @@ from triweave.config.validate import ResolvedRun
 from triweave.data.cache import PreparedData
 from triweave.errors import InputError, Problem, RunFailed
 from triweave.groups import Group
-from triweave.training.checkpoints import load_checkpoint
+from triweave.training.checkpoints import load_checkpoint, retyped_moments
 from triweave.training.engine import Engine
 from triweave.training.resume_check import check_same_run, none_is_whole, store_of
 from triweave.training.run_progress import RunProgress
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """Where a run has found itself."""
 
     progress: RunProgress | None = None
     """None: at its beginning."""
+    moments: str | None = None
+    """On the first rank: what was done to the checkpoint's moments, if they were of another type."""
     bad: dict[str, str] = field(default_factory=dict)
     """Newer checkpoints that were passed over, and what is wrong with each."""
 
@@ -59,8 +61,8 @@ def resume(
         problem = damage(*locate(run.resume), group)
         if problem is not None:
             raise InputError(Problem("resume", run.resume, f"is a damaged checkpoint ({problem})", "auto"))
-        return Resumed(load_checkpoint(run.resume, engine))
-    resumed = Resumed()
+        return _loaded(run.resume, engine, group, {})
+    bad: dict[str, str] = {}
     # One rank lists and all follow: two hosts may see a shared disk differently.
     listed = [(name, _is_foreign(store, name, owner)) for name in found(store)] if group.rank == 0 else None
     for name, is_foreign in from_first(listed, group):
@@ -68,12 +70,17 @@ def resume(
         if problem is None:
             source = f"{store.where}/{name}"
             check_same_run(source, resolved, prepared)
-            resumed.progress = load_checkpoint(source, engine)
-            return resumed
-        resumed.bad[name] = problem
-    if resumed.bad:
-        raise none_is_whole(store, resumed.bad)
-    return resumed
+            return _loaded(source, engine, group, bad)
+        bad[name] = problem
+    if bad:
+        raise none_is_whole(store, bad)
+    return Resumed()
+
+
+def _loaded(source: str, engine: Engine, group: Group, bad: dict[str, str]) -> Resumed:
+    progress = load_checkpoint(source, engine)
+    # One rank says it; the table of contents need not be read by all once more.
+    return Resumed(progress, retyped_moments(source, engine) if group.rank == 0 else None, bad)
 
 
 def _is_foreign(store: Store, name: str, owner: Owner | None) -> bool:
