@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -25,6 +25,7 @@ from kernel_timing import (
     SMALL,
     kernels,
     largest_error,
+    median_ms,
     over_buffers,
     random,
     rotation_of,
@@ -34,6 +35,7 @@ from kernel_timing import (
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
+from triweave.config.schema import OptimizerConfig
 from triweave.layers import cross_entropy, norm, rotary, swiglu
 from triweave.layers.rotary import Rotation, rotate_queries_and_keys
 
@@ -239,6 +241,25 @@ def operations(s: Shape) -> list[Operation]:
     return [*norm_operations(s), *swiglu_operations(s), *rotary_operations(s), *loss_operations(s)]
 
 
+def adamw_rows() -> Iterator[str]:
+    """The optimizer's step over one buffer, by how both moments are stored."""
+    from triweave.kernels.adamw import adamw_step, step_rates
+
+    numel, config = 2**13 if SMALL else 2**27, OptimizerConfig()
+    rates = step_rates(torch.ones((), device=DEVICE), None, 1e-5, config)
+    master, gradient = (random(numel, dtype=torch.float32) for _ in range(2))
+    weight = master.to(DTYPE)
+    for dtype in (torch.float32, torch.bfloat16):
+        moments = [torch.zeros_like(master, dtype=dtype) for _ in range(2)]
+        moved = sum(2 * t.nbytes for t in (master, *moments)) + gradient.nbytes + weight.nbytes
+
+        def step(moments: list[Tensor] = moments) -> None:
+            adamw_step(master, *moments, gradient, weight, rates, config, learning_rate=1e-5, weight_decay=0.1)
+
+        ms = median_ms([step])
+        yield f"{numel} elements, moments in {dtype}: {ms:.4f} ms, {moved / ms / 1e6:.0f} GB/s"
+
+
 def tune() -> None:
     """Other launch shapes of the kernels whose best one is a matter of trial."""
     from triweave.kernels import cross_entropy as k_loss
@@ -298,6 +319,8 @@ def main() -> int:
                 f" | {found['gb_s']:.0f}"
             )
             print(rows[-1], flush=True)
+    if HAS_KERNELS:
+        rows += ["", "AdamW", *adamw_rows()]
     return verdict(rows, wrong)
 
 
