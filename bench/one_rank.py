@@ -4,9 +4,10 @@
     python bench/one_rank.py --small    # a CPU, a rehearsal
 
 Llama-3-70B on 4 x 8 H100-80GB: middle, first and last stage with their real shapes, kernels and optimizer states, in
-80 GB. Collectives are local copies, so times are of the rank's computation. What `triweave check` says of a rank is
-written to the output file before it is run. The step time of the grid is the schedule with the measured actions in it:
-pipeline bubbles and messages between nodes are in, waiting for tensor-parallel collectives is not.
+80 GB; and all 80 layers of it on one node of eight H200, with moments in bfloat16. Collectives are local copies, so
+times are of the rank's computation. What `triweave check` says of a rank is written to the output file before it is
+run. The step time of the grid is the schedule with the measured actions in it: pipeline bubbles and messages between
+nodes are in, waiting for tensor-parallel collectives is not.
 
 Parts: the same rank cut to two and to four layers gives the time of a layer, the last stage cut to two that of the
 head. Layers times a layer, and the head, are held against the whole stage.
@@ -24,6 +25,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +42,7 @@ from triweave.dryrun.memory import RankMemory, rank_memory
 from triweave.dryrun.on_gpu import Measured, OutOfMemory, fewer_micro_batches, flops_of, grid_step, measure_rank, mfu_of
 from triweave.layout import Coordinates, Layout, even_layers
 from triweave.model_spec import ModelSpec
+from triweave.moments import MomentsDtype
 
 CAP_BYTES = int(80e9)
 GIB = 2**30
@@ -55,6 +58,14 @@ class Case(NamedTuple):
     layout: Layout
     seq: int
     fp8: bool = False
+    moments: MomentsDtype = "float32"
+    cluster: str = "4x8xh100-80gb"
+    cap_bytes: int | None = CAP_BYTES
+    """What it may take of the card; None for all of it."""
+
+
+ONE_NODE = partial(Case, seq=8192, moments="bfloat16", cluster="1x8xh200-141gb", cap_bytes=None)
+"""Of Llama-3-70B on eight H200."""
 
 
 CASES = {
@@ -70,6 +81,8 @@ CASES = {
     "tp8 pp4 seq 8192 fp8": Case(Layout(tp=8, pp=4), 8192, fp8=True),
     "tp8 pp4 seq 4096 micro-batch 2 fp8": Case(Layout(tp=8, pp=4, micro_batch=2), 4096, fp8=True),
     "tp8 pp4 seq 4096 fp8": Case(Layout(tp=8, pp=4), 4096, fp8=True),
+    "one node, recompute layer": ONE_NODE(Layout(tp=8, recompute=("layer",))),
+    "one node, recompute norm and swiglu": ONE_NODE(Layout(tp=8, recompute=("norm", "swiglu"))),
 }
 """Most telling first: what there is no time for is left out."""
 WITH_PARTS = ("tp8 pp4 seq 8192", "tp8 pp4 seq 4096")
@@ -85,11 +98,11 @@ def resolve(case: Case, small: bool, layers_a_stage: int | None = None) -> Resol
     run = Run(
         model=ModelConfig(path="", weights="random", fp8=case.fp8),
         data=DataConfig(train=("",), seq_len=seq, packing=False),
-        optimizer=OptimizerConfig(learning_rate=1e-6),
+        optimizer=OptimizerConfig(learning_rate=1e-6, moments=case.moments),
         train=TrainConfig(global_batch=GLOBAL_BATCH, steps=1),
     )
     count = layout.micro_batches(GLOBAL_BATCH)
-    return ResolvedRun(run, spec, layout, parse_cluster("4x8xh100-80gb"), count, 8)
+    return ResolvedRun(run, spec, layout, parse_cluster(case.cluster), count, 8)
 
 
 def cut(run: ResolvedRun) -> ResolvedRun:
@@ -177,7 +190,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
         if "grid" in case:
             grid = case["grid"]
             yield (
-                f"{name} | grid of 32, global batch {GLOBAL_BATCH} | step {grid['step_s']:.2f} s"
+                f"{name} | grid of {CASES[name].layout.world_size}, global batch {GLOBAL_BATCH} | step {grid['step_s']:.2f} s"
                 f" | {grid['mfu_causal']:.1%} causal, {grid['mfu_full']:.1%} full"
                 f" | bubble {grid['bubble']:.1%} | {grid['tokens_per_s_per_gpu']:.0f} tokens/s/GPU"
             )
@@ -244,12 +257,12 @@ class Bench:
         """Write the file."""
         self.out.write_text(json.dumps(self.results, indent=1))
 
-    def measure(self, run: ResolvedRun, rank: int) -> Measured | OutOfMemory | str:
+    def measure(self, run: ResolvedRun, rank: int, cap_bytes: int | None) -> Measured | OutOfMemory | str:
         """A rank; a text if there is no time left or something unforeseen happens, so that the others are run."""
         if time.monotonic() > self.end:
             return "not run: no time left"
         try:
-            found = measure_rank(cut(run), rank, self.device, cap_bytes=CAP_BYTES, steps=2)
+            found = measure_rank(cut(run), rank, self.device, cap_bytes=cap_bytes, steps=2)
             if isinstance(found, Measured) and not isfinite(found.grad_norm):
                 return f"its gradients' norm is {found.grad_norm}: a GPU is faster on what is no number"
             return found
@@ -264,7 +277,7 @@ class Bench:
         measured = []
         for rank, check in told_of.items():
             begin = time.monotonic()
-            found = self.measure(run, rank)
+            found = self.measure(run, rank, CASES[name].cap_bytes)
             case["ranks"][str(rank)] = row_of(found, run, check, self.peak_flops)
             print(f"{name} rank {rank}: {type(found).__name__} in {time.monotonic() - begin:.1f} s", flush=True)
             if isinstance(found, str):
@@ -278,7 +291,10 @@ class Bench:
         if name in WITH_PARTS:
             short, longer = (resolve(CASES[name], small, layers) for layers in (FEW, MORE))
             middle, _, last = ranks_of(run.layout)
-            parts = [self.measure(short, middle), self.measure(longer, middle), self.measure(short, last)]
+            parts = [
+                self.measure(part, rank, CASES[name].cap_bytes)
+                for part, rank in ((short, middle), (longer, middle), (short, last))
+            ]
             few, more, end = parts
             if isinstance(few, Measured) and isinstance(more, Measured) and isinstance(end, Measured):
                 case["parts"] = parts_of(run, few, more, end, measured)
