@@ -188,9 +188,9 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
                 f" ({part['whole_ms'] / part['parts_ms'] - 1:+.1%})"
             )
         if "grid" in case:
-            grid = case["grid"]
+            grid, ranks = case["grid"], CASES[name].layout.world_size
             yield (
-                f"{name} | grid of {CASES[name].layout.world_size}, global batch {GLOBAL_BATCH} | step {grid['step_s']:.2f} s"
+                f"{name} | grid of {ranks}, global batch {GLOBAL_BATCH} | step {grid['step_s']:.2f} s"
                 f" | {grid['mfu_causal']:.1%} causal, {grid['mfu_full']:.1%} full"
                 f" | bubble {grid['bubble']:.1%} | {grid['tokens_per_s_per_gpu']:.0f} tokens/s/GPU"
             )
