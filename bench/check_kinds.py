@@ -78,6 +78,8 @@ KINDS = (
     Kind("offload of MLP", Layout(micro_batch=2, offload=("mlp",)), packing=True),
     Kind("offload of layers, fp8", Layout(offload=("layer",)), "llama-3.1-8b", 8, 8192, of_model=FP8),
     Kind("efficient attention, packed", Layout(), packing=True, of_model=replace(BF16, attention="efficient")),
+    Kind("efficient attention", Layout(), of_model=replace(BF16, attention="efficient")),
+    Kind("float32, packed, longer", Layout(), packing=True, seq=8192, of_model=FLOAT32),
     Kind("deterministic", Layout(micro_batch=2), runtime=RuntimeConfig(deterministic=True)),
 )
 

@@ -25,7 +25,7 @@ from triweave.layers.attention import (
     block_causal_mask,
     choose_kernel,
 )
-from triweave.layers.attention_kernels import Sight, _kernel
+from triweave.layers.attention_kernels import Sight, _kernel, takes_groups
 from triweave.layers.context_parallel import attend_in_context
 from triweave.layers.documents import documents_in_context
 from triweave.layers.rotary import Rotation, inverse_frequencies, make_rotation
@@ -194,6 +194,32 @@ def test_packed_documents_go_through_the_kernel_asked_for(
     assert operation in seen.names
     assert chosen.in_words(dtype, 64, packed=True) == shown
     assert chosen.in_words(dtype, 64, packed=False) == shown.partition(";")[0]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize(("wanted", "dtype"), [("auto", torch.float32), ("efficient", torch.bfloat16)])
+def test_grouped_heads_do_not_hold_all_scores(wanted: str, dtype: torch.dtype, packed: bool) -> None:
+    """`efficient`, all that float32 has, takes no grouped heads: it is given a key/value head for each head."""
+    meta = torch.device("meta")
+    documents = documents_of([[6, 10]]).to(meta) if packed else None
+    with Operations() as seen, Card(wanted, lambda storage: None):
+        q = torch.empty(16, 1, 8, 64, dtype=dtype, device=meta)
+        k = torch.empty(16, 1, 2, 64, dtype=dtype, device=meta)
+        out = attend(q, k, k, documents, choose_kernel(wanted, meta))
+    assert out.shape == q.shape
+    assert BLOCKS in seen.names
+    assert SCORES not in seen.names
+
+
+def test_grouped_heads_are_left_to_kernels_that_take_them() -> None:
+    """In 16 bits, by matrix products alone, and on the CPU no key is repeated."""
+    meta = torch.device("meta")
+    for wanted, dtype in (("auto", torch.bfloat16), ("flash", torch.bfloat16), ("math", torch.float32)):
+        with Operations() as seen, Card(wanted, lambda storage: None):
+            q, k = (torch.empty(16, 1, heads, 64, dtype=dtype, device=meta) for heads in (8, 2))
+            attend(q, k, k, None, choose_kernel(wanted, meta))
+        assert BLOCKS not in seen.names, wanted
+    assert takes_groups(torch.empty(1, 8, 16, 64), (SDPBackend.EFFICIENT_ATTENTION,))
 
 
 def test_heads_that_flash_cannot_take_are_packed_behind_a_mask() -> None:

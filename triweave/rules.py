@@ -109,7 +109,6 @@ def attention_problems(
         deterministic: Whether results must not depend on timing.
     """
     size, cp = spec.head_dim, layout.cp
-    heads, kv_heads = spec.num_attention_heads // layout.tp, max(1, spec.num_key_value_heads // layout.tp)
     rules = []
     if kernel in ("flash", "cudnn") and dtype == "float32":
         rules.append("computes in 16 bits, and model.dtype is float32")
@@ -132,8 +131,6 @@ def attention_problems(
     elif kernel == "efficient":
         if cp > 1:
             rules.append(f"gives no part of an attention with its log-sum-exp that layout.cp = {cp} could add up")
-        elif heads != kv_heads and spec.num_attention_heads % layout.tp == 0:
-            rules.append(f"needs a key/value head for each head; a rank has {kv_heads} for {heads}")
         if size % HEAD_STEP:
             rules.append(f"takes heads that are multiples of {HEAD_STEP}; the model's have {size}")
     return [Problem("model.attention", kernel, rule, "auto") for rule in rules]

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from triweave.groups import Group, alone
-from triweave.layers.attention_kernels import cudnn_fits, edges_fit, takes_edges
+from triweave.layers.attention_kernels import cudnn_fits, edges_fit, takes_edges, takes_groups
 from triweave.layers.context_parallel import attend_in_context
 from triweave.layers.documents import ContextDocuments, Documents, Packed, block_causal_mask
 from triweave.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -118,6 +118,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kernel:
         return _attend_varlen(q, k, v, documents)
     mask = None if documents is None else block_causal_mask(documents)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [batch, heads, seq, head_dim]
+    if q.shape[1] != k.shape[1] and not takes_groups(q, kernel.backends):
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     choice = sdpa_kernel(list(kernel.backends), set_priority=True) if kernel.backends else nullcontext()
     with choice:
         out = scaled_dot_product_attention(

@@ -58,6 +58,21 @@ def takes_edges(q: Tensor, backends: Collection[SDPBackend]) -> bool:
     return q.is_cuda and allowed and edges_fit(q.dtype, q.shape[-1])
 
 
+def takes_groups(q: Tensor, backends: Collection[SDPBackend]) -> bool:
+    """Whether several heads of queries may read one key/value head: by every kernel but `efficient`.
+
+    Where that is the only fast one, as for float32, matrix products would be taken in its place, which hold the scores
+    of all heads: with a key/value head for each head they are not.
+
+    Args:
+        q: queries, whose last dim is the head's.
+        backends: what may compute it; empty where nobody has chosen.
+    """
+    others = {SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION} if q.dtype is not torch.float32 else set()
+    efficient = SDPBackend.EFFICIENT_ATTENTION in backends and q.shape[-1] % HEAD_STEP == 0
+    return not (q.is_cuda and efficient and others.isdisjoint(backends))
+
+
 def attend_part(
     q: Tensor, k: Tensor, v: Tensor, sight: Sight, backends: Collection[SDPBackend]
 ) -> tuple[Tensor, Tensor]:
