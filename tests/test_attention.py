@@ -211,6 +211,23 @@ def test_grouped_heads_do_not_hold_all_scores(wanted: str, dtype: torch.dtype, p
     assert SCORES not in seen.names
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_behind_the_efficient_kernel_has_the_type_of_the_queries(dtype: torch.dtype) -> None:
+    """torch makes numbers of a boolean mask, which backward keeps: in float32 four bytes a pair of tokens, not one."""
+    meta, masks = torch.device("meta"), []
+
+    class Masks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ == BLOCKS:
+                masks.append(args[3].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Masks(), Card("efficient", lambda storage: None):
+        q = torch.empty(16, 1, 4, 64, dtype=dtype, device=meta)
+        attend(q, q, q, documents_of([[6, 10]]).to(meta), choose_kernel("efficient", meta))
+    assert masks == [dtype]
+
+
 def test_grouped_heads_are_left_to_kernels_that_take_them() -> None:
     """In 16 bits, by matrix products alone, and on the CPU no key is repeated."""
     meta = torch.device("meta")

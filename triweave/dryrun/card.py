@@ -143,7 +143,11 @@ def attend(
     elif half and wanted in ("auto", "flash") and attn_mask is None:
         out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
     elif wanted in ("auto", "efficient") and not enable_gqa:
-        out = aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, keeps, dropout_p, is_causal, scale=scale)
+        bias = attn_mask
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            # torch makes one of the queries' type of it, which backward keeps (`convert_boolean_attn_mask`).
+            bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        out = aten._scaled_dot_product_efficient_attention(q, k, v, bias, keeps, dropout_p, is_causal, scale=scale)
     else:
         out = aten._scaled_dot_product_attention_math(
             q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
