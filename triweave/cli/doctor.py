@@ -45,7 +45,7 @@ def doctor(
     """
     if nproc is not None and nproc < 1:
         raise InputError(Problem("--nproc", nproc, "must be at least 1", "1"))
-    if timeout <= 0:
+    if not timeout > 0:  # nor what is no number
         raise InputError(Problem("--timeout", timeout, "must be above 0", "120"))
     from triweave.training.process import started_by_launcher
 
