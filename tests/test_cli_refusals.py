@@ -239,6 +239,22 @@ MISTAKES = {
         "probe --device cpu --out run.yaml", ("--out = run.yaml", "holds no profile", "run.yaml:1", "--force")
     ),
     "profile on a device": Mistake("probe --device cpu --out /dev/null", ("--out = /dev/null", "no ordinary file")),
+    "place without a package": Mistake(
+        "train run.yaml --checkpoint.path s3://bucket/run",
+        ("checkpoint.path = s3://bucket/run", "needs a package that is not installed", "s3fs"),
+    ),
+    "place of no kind": Mistake(
+        "train run.yaml --checkpoint.path memroy://run",
+        ("checkpoint.path = memroy://run", "fsspec", "nearest: memory://run"),
+    ),
+    "place with one slash": Mistake(
+        "train run.yaml --checkpoint.path s3:/bucket/run", ("has one slash", "nearest: s3://bucket/run")
+    ),
+    "place without a name": Mistake("train run.yaml --checkpoint.path s3://", ("checkpoint.path = s3://", "a place")),
+    "empty place": Mistake("train run.yaml --checkpoint.path=", ('checkpoint.path = ""', "nearest: null")),
+    "resumed from nowhere": Mistake(
+        "train run.yaml --resume=memory://run/step-3", ("resume = memory://run/step-3", "is no checkpoint")
+    ),
     "verify without data": Mistake(
         "verify run.yaml --json --data.train empty.jsonl", ("data.train", "holds no records"), lines("empty.jsonl")
     ),

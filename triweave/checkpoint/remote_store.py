@@ -40,6 +40,10 @@ class RemoteStore:
             entries = self._fs.ls(path, detail=True)
         except FileNotFoundError:
             return []
+        except OSError:
+            raise
+        except Exception as error:  # clients of object stores have kinds of their own, as for want of credentials
+            raise OSError(f"{type(error).__name__}: {error}") from error
         return [(posixpath.basename(e["name"].rstrip("/")), e["type"], int(e["size"] or 0)) for e in entries]
 
     def held(self, run: str, key: str, tell: Callable[[str], None]) -> AbstractContextManager[None]:
