@@ -251,7 +251,6 @@ MISTAKES = {
         "train run.yaml --checkpoint.path s3:/bucket/run", ("has one slash", "nearest: s3://bucket/run")
     ),
     "place without a name": Mistake("train run.yaml --checkpoint.path s3://", ("checkpoint.path = s3://", "a place")),
-    "empty place": Mistake("train run.yaml --checkpoint.path=", ('checkpoint.path = ""', "nearest: null")),
     "resumed from nowhere": Mistake(
         "train run.yaml --resume=memory://run/step-3", ("resume = memory://run/step-3", "is no checkpoint")
     ),

@@ -78,4 +78,4 @@ def _output(run: Run) -> Iterator[Problem]:
     is_place = "://" in run.resume or os.path.isdir(run.resume)  # who opens a URL tells what is wrong with it
     if run.resume not in ("auto", "never") and not is_place:
         near = closest(run.resume, ("auto", "never"))
-        yield Problem("resume", run.resume, "must be auto, never, or the folder or URL of a checkpoint", near)
+        yield Problem("resume", run.resume, "must be auto, never or the folder or URL of a checkpoint", near)
