@@ -29,7 +29,9 @@ class RemoteStore:
 
     def __init__(self, url: str) -> None:
         self.where = url.rstrip("/")
-        self._fs, root = fsspec.core.url_to_fs(self.where, use_listings_cache=False)
+        # A disk has folders that must be there; object stores have none.
+        folders = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}
+        self._fs, root = fsspec.core.url_to_fs(self.where, use_listings_cache=False, **folders)
         self._root = str(root).rstrip("/")
 
     def _path(self, *names: str) -> str:
