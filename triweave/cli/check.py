@@ -10,6 +10,7 @@ from triweave.cli.options import Json, Overrides, Whole
 from triweave.config.load import load_run
 from triweave.config.validate import ResolvedRun, validate
 from triweave.errors import InputError, Problem
+from triweave.training.import_torch import import_torch
 
 USUAL_RANKS = "first,middle,last"
 
@@ -50,6 +51,7 @@ def check(
         raise InputError(Problem("--device", device, "is where --on-gpu runs, which was not given"))
 
     # Only now torch: input errors are told at once.
+    import_torch()
     from triweave.dryrun import check as dryrun
 
     chosen = dryrun.chosen_ranks(ranks, resolved.layout)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from triweave.cli.options import Json, Nproc
 from triweave.errors import InputError, Problem
+from triweave.training.import_torch import import_torch
 
 if TYPE_CHECKING:
     from triweave.doctor.run import Report
@@ -59,6 +60,7 @@ def doctor(
     known = None if profile is None else profile_of(profile)
 
     # Only now torch: input errors are told at once.
+    import_torch()
     import torch
 
     from triweave.doctor.run import Options, visit

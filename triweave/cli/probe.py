@@ -11,6 +11,7 @@ from typing import Literal
 
 from triweave.cli.options import Json, Nproc
 from triweave.errors import InputError, Problem
+from triweave.training.import_torch import import_torch
 
 DEFAULT_OUT = Path("profile.yaml")
 
@@ -56,6 +57,7 @@ def probe(
         raise InputError(Problem("--nproc", nproc, f"a launcher has started {launched.world_size} ranks already"))
 
     # Only now torch: input errors are told at once.
+    import_torch()
     import torch
 
     from triweave.probe.run import Options, chosen_parts, device_of, missing
