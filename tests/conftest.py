@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import settings
-from ranks import Ranks, start_server
+from ranks import TESTS_PRELOAD, Ranks
+
+from triweave.training.rank_server import start_server
 
 # How long an example takes says more about the machine's other work than about the code.
 settings.register_profile("triweave", deadline=None)
@@ -20,8 +22,8 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session", autouse=True)
 def _server() -> None:
-    """What forks ranks: it imports while the first tests run."""
-    start_server()
+    """What forks all ranks, those of `run_ranks` too, which would start a barer one: it imports while tests begin."""
+    start_server(TESTS_PRELOAD)
 
 
 @pytest.fixture(scope="session")

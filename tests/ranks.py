@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing as mp
 import os
 import shutil
 import signal
@@ -12,29 +11,15 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from triweave.recovery.stop import STOP_SIGNALS
+from triweave.training.rank_server import ASKING, PRELOAD, start_server
 
 TIMEOUT_S = 120
-ASKING = {signal.SIGINT, *STOP_SIGNALS}
-PRELOAD = ["triweave.training.loop", "triweave.verify.run", "transformers.models.auto", "pytest", "hypothesis"]
-"""What test files import: a rank is there in milliseconds, and not after seconds of a processor."""
-
-
-def start_server() -> None:
-    """Start the server that forks all ranks of this process, those of `run_ranks` too, which would start a barer one.
-
-    As there, it is born with the signals blocked that ask a rank to stop.
-    """
-    mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    resource_tracker.ensure_running()
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
-    forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, former)
+TESTS_PRELOAD = (*PRELOAD, "transformers.models.auto", "pytest", "hypothesis")
+"""And what test files import: a rank is there in milliseconds, and not after seconds of a processor."""
 
 
 def _serve(connection: Connection, stacks: Path) -> None:
@@ -70,7 +55,7 @@ class Ranks:
     """A pool of processes; `run` gives the first `world_size` of them the same function."""
 
     def __init__(self) -> None:
-        self.context = mp.get_context("forkserver")
+        self.context = start_server(TESTS_PRELOAD)
         self.workers: list[tuple[Any, Connection]] = []
         # Of stores and stacks, kept until the processes are gone: torch's file store, which a rank drops after it
         # has answered, waits its whole time-out (2.13) for a folder that is removed while it does so.

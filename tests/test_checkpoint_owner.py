@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import uuid
@@ -72,6 +73,20 @@ def test_other_run_s_checkpoints_are_not_gone_on_from(folder: Path) -> None:
     back = triweave("train", "run.yaml", *SHARED, "--output_dir=a", "--train.steps=9", cwd=folder)
     assert back.returncode == 2
     assert "holds step-7 of another run than that of a" in back.stderr
+
+
+def test_another_run_s_place_behind_a_url_is_taken_over(folder: Path) -> None:
+    """What the refusal says is to be done can be done there too: `resume` takes a URL."""
+    place = f"--checkpoint.path=file://{folder}/shared"
+    first = triweave("train", "run.yaml", place, *ALONE, "--output_dir=a", "--train.steps=3", cwd=folder)
+    assert first.returncode == 0, first.stderr
+    words = ("train", "run.yaml", place, *ALONE, "--output_dir=b", "--train.steps=6")
+    refused = triweave(*words, cwd=folder)
+    assert refused.returncode == 2
+    (said,) = re.findall(r"resume: (\S+) once", refused.stderr)
+    taken = triweave(*words, f"--resume={said}", cwd=folder)
+    assert taken.returncode == 0, taken.stderr
+    assert "resumed   at step 3" in taken.stdout
 
 
 def test_job_in_the_same_place_is_refused(folder: Path) -> None:

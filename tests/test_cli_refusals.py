@@ -29,6 +29,8 @@ from command_line import (
 TORCHRUN_S = 30.0
 """In which torchrun lets ranks end before it kills them."""
 
+PLAN = "plan --model llama-3-8b --cluster 1x8xh200-141gb --global-batch 64"
+
 LAUNCHED = {
     "RANK": "0",
     "WORLD_SIZE": "4",
@@ -211,6 +213,47 @@ MISTAKES = {
         problems=3,
     ),
     "example that is not there": Mistake("data run.yaml --example 99", ("example = 99", "0 to 39", "nearest: 39")),
+    "ranks of nothing": Mistake("check run.yaml --ranks ,", ('--ranks = ""', "must be first, middle, last, all")),
+    "rank of many digits": Mistake(f"check run.yaml --ranks {'9' * 5000}", ("--ranks = 9", "must be first, middle")),
+    "half a rank": Mistake("check run.yaml --rank 1.5", ("--rank", '"1.5"')),
+    "rank and ranks": Mistake("check run.yaml --rank 0 --ranks all", ("--rank = 0", "--ranks", "all")),
+    "device without a name": Mistake("check run.yaml --on-gpu --device=", ('--device = ""', "nearest: cuda")),
+    "half a token": Mistake(f"{PLAN} --seq 4096.6", ("--seq", '"4096.6"')),
+    "profile that is a folder": Mistake(f"{PLAN} --seq 4096 --profile .", ("error: --profile = .: is a folder",)),
+    "profile without an end": Mistake(
+        f"{PLAN} --seq 4096 --profile /dev/zero",
+        ("--profile = /dev/zero", "more than 1048576 bytes; a profile has at most 1048576"),
+    ),
+    "profile that is none": Mistake(
+        f"{PLAN} --seq 4096 --profile p.yaml",
+        ("p.yaml:1: seeed = 1: is not a key of a profile", "version: is missing"),
+        lines("p.yaml", {"seeed": 1}),
+        problems=6,
+    ),
+    "time that is no number": Mistake(
+        "probe --device cpu --minutes nan", ("--minutes = nan", "above 0", "nearest: 10")
+    ),
+    "part without a name": Mistake("probe --device cpu --only ,", ("--only = ,", "names no part")),
+    "name of no GPU": Mistake("probe --device cpu --name h200", ("--name = h200", "h200-141gb", "nearest: h200-141gb")),
+    "no profile to go on with": Mistake(
+        "probe --device cpu --out run.yaml", ("--out = run.yaml", "holds no profile", "run.yaml:1", "--force")
+    ),
+    "profile on a device": Mistake("probe --device cpu --out /dev/null", ("--out = /dev/null", "no ordinary file")),
+    "place without a package": Mistake(
+        "train run.yaml --checkpoint.path s3://bucket/run",
+        ("checkpoint.path = s3://bucket/run", "needs a package that is not installed", "s3fs"),
+    ),
+    "place of no kind": Mistake(
+        "train run.yaml --checkpoint.path memroy://run",
+        ("checkpoint.path = memroy://run", "fsspec", "nearest: memory://run"),
+    ),
+    "place with one slash": Mistake(
+        "train run.yaml --checkpoint.path s3:/bucket/run", ("has one slash", "nearest: s3://bucket/run")
+    ),
+    "place without a name": Mistake("train run.yaml --checkpoint.path s3://", ("checkpoint.path = s3://", "a place")),
+    "resumed from nowhere": Mistake(
+        "train run.yaml --resume=memory://run/step-3", ("resume = memory://run/step-3", "is no checkpoint")
+    ),
     "verify without data": Mistake(
         "verify run.yaml --json --data.train empty.jsonl", ("data.train", "holds no records"), lines("empty.jsonl")
     ),

@@ -335,14 +335,20 @@ class TestFiles:
         path.write_bytes(b" " * (MAX_FILE_BYTES + 1))
         assert "a run file has at most" in problems_of(path)[0].rule
 
+    def test_without_an_end(self) -> None:
+        """A device that never ends is refused after as much as a file may have."""
+        (problem,) = problems_of(Path("/dev/zero"))
+        assert problem.rule == f"has more than {MAX_FILE_BYTES} bytes; a run file has at most {MAX_FILE_BYTES}"
+
     def test_unreadable(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         """A file that may not be read is told with the system's reason."""
 
-        def refuse(path: Path) -> bytes:
+        def refuse(path: Path, mode: str) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(Path, "read_bytes", refuse)
-        assert problems_of(write(SMALLEST))[0].rule == "cannot be read (Permission denied)"
+        path = write(SMALLEST)
+        monkeypatch.setattr(Path, "open", refuse)
+        assert problems_of(path)[0].rule == "cannot be read (Permission denied)"
 
 
 class TestCommandLine:

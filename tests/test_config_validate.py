@@ -154,6 +154,7 @@ FILE_CASES = (
     Case("data.train", "does not exist", None, {"data": {"train": ("a\0b",)}}),
     Case("data.validation", "does not exist", "held-out.jsonl", {"data": {"validation": "heldout.jsonl"}}),
     Case("data.chat_template", "does not exist", "template.jinja", {"data": {"chat_template": "tmplate.jinja"}}),
+    Case("checkpoint.path", "must name a folder or a URL", "null", {"checkpoint": {"path": ""}}),
     Case("data.chat_template", "is a folder", None, {"data": {"chat_template": "model"}}),
     Case("data.tokenizer", "does not exist", "model", {"data": {"tokenizer": "modle"}}),
     Case("data.tokenizer", "has no tokenizer.json", None, {"data": {"tokenizer": "checkpoint"}}),

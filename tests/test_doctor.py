@@ -8,6 +8,8 @@ import os
 import re
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +27,7 @@ from triweave.doctor.findings import CURES, Finding
 from triweave.doctor.judge import chosen_interfaces, judge
 from triweave.doctor.judge_measured import judge_groups, judge_links, judge_ranks
 from triweave.doctor.look import parse_topology
-from triweave.doctor.measure import Between, rate_of, tournament
+from triweave.doctor.measure import Between, Sample, Waiting, best_of, rate_of, tournament
 from triweave.doctor.run import Options, Report, groups_of, visit
 from triweave.doctor.seen import DiskSeen, GpuSeen, Seen, seen_from_json
 from triweave.doctor.table import to_json, to_text
@@ -377,6 +379,49 @@ def test_words_that_waited_do_not_make_a_slow_link_fast() -> None:
     for there_and_back_s in (1e-4, 0.1, 0.2, 0.21, 5.0):
         assert rate_of(size, there_and_back_s, one_way_s + 5e-5) <= 2 * size / one_way_s
     assert rate_of(size, 1e-4, one_way_s + 5e-5) == pytest.approx(size / one_way_s)
+
+
+def test_a_busy_host_is_no_slow_link() -> None:
+    """What is slow because its processes waited for a processor is not named; what is slow beside that is."""
+    seen = job(2, 2)
+    within = [Between("within", pair, 4e9, 1e-5, 2**21) for pair in ((0, 1), (1, 0), (2, 3), (3, 2))]
+    groups = [Between("tp", ranks, 4e9, 1e-5, 2**21) for ranks in ((0, 1), (2, 3))]
+    for unhindered, kinds in ((3e9, []), (0.5e9, ["slow-link", "slow-group"])):
+        late = {"bytes_per_s": 0.4e9, "unhindered_bytes_per_s": unhindered}
+        found = [
+            *judge_links([replace(within[0], **late), *within[1:]], seen, on_gpu=False),
+            *judge_groups([replace(groups[0], **late), *groups[1:]], seen, on_gpu=False),
+        ]
+        assert [one.kind for one in found] == kinds
+
+
+def test_what_was_waited_is_taken_off() -> None:
+    """What the best time waited is taken off it, whatever others waited; a hundredth is left of what only waited."""
+    samples = [Sample(4e-3, 0.0), Sample(9e-3, 0.0), Sample(5e-3, 0.0)]
+    assert best_of(samples, [1e-3, 9e-3, 0.0]) == pytest.approx((4e-3, 3e-3))
+    assert best_of(samples[:1], [7e-3]) == pytest.approx((4e-3, 4e-5))
+
+
+def test_waiting_is_what_the_kernel_says(tmp_path: Path) -> None:
+    """Beside another process on its processor, this one waits for as long as it neither runs nor sleeps."""
+    code = (
+        "import os, time\n"
+        "from triweave.doctor.measure import Waiting\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "child = os.fork()\n"
+        "while child == 0: pass\n"
+        "waiting = Waiting()\n"
+        "waited, ran, begin = waiting.seconds(), time.process_time(), time.monotonic()\n"
+        "while time.monotonic() < begin + 0.5: pass\n"
+        "idle = time.monotonic() - begin - (time.process_time() - ran)\n"
+        "print(idle, waiting.seconds() - waited)\n"
+        "os.kill(child, 9)\n"
+    )
+    done = subprocess.run((sys.executable, "-c", code), cwd=ROOT, capture_output=True, text=True, check=True)
+    idle, waited = map(float, done.stdout.split())
+    assert idle > 0.1
+    assert waited == pytest.approx(idle, rel=0.2)
+    assert Waiting(tmp_path / "no such kernel").seconds() == 0.0
 
 
 def test_links_and_groups_are_held_against_a_profile() -> None:

@@ -164,6 +164,27 @@ def test_a_file_of_another_machine_is_not_overwritten(tmp_path: Path) -> None:
         file.begin(path, H200, force=False)
 
 
+def test_two_probes_do_not_write_one_file(tmp_path: Path) -> None:
+    """While one measures for a file another is refused; afterwards it may, and no lock is left."""
+    path = tmp_path / "profile.yaml"
+    with file.held(path):
+        done = triweave("probe", "--device", "cpu", "--out", str(path), cwd=tmp_path)
+        assert done.returncode == 2
+        assert "another probe measures for" in done.stderr
+    with file.held(path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_file_is_told_before_measuring(tmp_path: Path) -> None:
+    """Where nothing can be written that is said at once, and not after the first part."""
+    with (
+        pytest.raises(InputError, match=r"--out = .*: cannot be written \(File name too long\)"),
+        file.held(tmp_path / f"{'x' * 250}.yaml"),
+    ):
+        pass
+
+
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fails while a profile is written leaves the former one, and nothing beside it."""
     path = tmp_path / "profile.yaml"

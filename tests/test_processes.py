@@ -7,6 +7,8 @@ import itertools
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -126,6 +128,25 @@ def test_earlier_failure_is_told_though_heard_later(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == "error: the cause\n"
     for end in itertools.chain(*pipes):
         end.close()
+
+
+def test_ctrl_c_during_the_import_of_torch_is_not_lost() -> None:
+    """It comes while torch imports numpy, waits until that is done, and is raised then."""
+    code = (
+        "import os, signal, sys\n"
+        "from triweave.training.import_torch import import_torch\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'numpy': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "try:\n"
+        "    import_torch()\n"
+        "except KeyboardInterrupt:\n"
+        "    import torch\n"
+        "    print('heard', torch.ones(2).numpy().sum())\n"
+    )
+    done = subprocess.run((sys.executable, "-W", "ignore", "-c", code), capture_output=True, text=True, check=True)
+    assert done.stdout == "heard 2.0\n"
 
 
 def test_answer_is_the_first_rank_s(capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,9 @@ class RemoteStore:
 
     def __init__(self, url: str) -> None:
         self.where = url.rstrip("/")
-        self._fs, root = fsspec.core.url_to_fs(self.where, use_listings_cache=False)
+        # A disk has folders that must be there; object stores have none.
+        folders = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}
+        self._fs, root = fsspec.core.url_to_fs(self.where, use_listings_cache=False, **folders)
         self._root = str(root).rstrip("/")
 
     def _path(self, *names: str) -> str:
@@ -40,6 +42,10 @@ class RemoteStore:
             entries = self._fs.ls(path, detail=True)
         except FileNotFoundError:
             return []
+        except OSError:
+            raise
+        except Exception as error:  # clients of object stores have kinds of their own, as for want of credentials
+            raise OSError(f"{type(error).__name__}: {error}") from error
         return [(posixpath.basename(e["name"].rstrip("/")), e["type"], int(e["size"] or 0)) for e in entries]
 
     def held(self, run: str, key: str, tell: Callable[[str], None]) -> AbstractContextManager[None]:

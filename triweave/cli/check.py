@@ -6,20 +6,23 @@ import json as json_module
 import sys
 from pathlib import Path
 
-from triweave.cli.options import Json, Overrides
+from triweave.cli.options import Json, Overrides, Whole
 from triweave.config.load import load_run
 from triweave.config.validate import ResolvedRun, validate
 from triweave.errors import InputError, Problem
+from triweave.training.import_torch import import_torch
+
+USUAL_RANKS = "first,middle,last"
 
 
 def check(
     run_file: Path,
     /,
     *overrides: Overrides,
-    ranks: str = "first,middle,last",
+    ranks: str = USUAL_RANKS,
     fixed_segments: bool = False,
     on_gpu: bool = False,
-    rank: int | None = None,
+    rank: Whole | None = None,
     device: str | None = None,
     json: Json = False,
 ) -> int:
@@ -48,15 +51,18 @@ def check(
         raise InputError(Problem("--device", device, "is where --on-gpu runs, which was not given"))
 
     # Only now torch: input errors are told at once.
+    import_torch()
     from triweave.dryrun import check as dryrun
 
     chosen = dryrun.chosen_ranks(ranks, resolved.layout)
     if rank is not None:
+        if ranks != USUAL_RANKS:
+            raise InputError(Problem("--rank", rank, f"stands in place of --ranks, which is given as {ranks}"))
         if not 0 <= rank < resolved.layout.world_size:
             raise InputError(dryrun.outside_grid("--rank", rank, resolved.layout))
         chosen = (rank,)
     if on_gpu:
-        return _on_gpu(resolved, chosen, device or "cuda", expandable=not fixed_segments, json=json)
+        return _on_gpu(resolved, chosen, "cuda" if device is None else device, expandable=not fixed_segments, json=json)
     checked = dryrun.check(resolved, chosen, _progress, expandable=not fixed_segments)
     if json:
         print(json_module.dumps(dryrun.to_json(checked)))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json as json_module
 from pathlib import Path
 
-from triweave.cli.options import Json, Overrides
+from triweave.cli.options import Json, Overrides, Whole
 
 
 def data(
     run_file: Path,
     /,
     *overrides: Overrides,
-    example: int = 0,
+    example: Whole = 0,
     json: Json = False,
 ) -> int:
     """Show what a run file's data becomes: counts, lengths, and which tokens of an example are trained.

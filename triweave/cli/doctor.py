@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from triweave.cli.options import Json, Nproc
 from triweave.errors import InputError, Problem
+from triweave.training.import_torch import import_torch
 
 if TYPE_CHECKING:
     from triweave.doctor.run import Report
@@ -45,7 +46,7 @@ def doctor(
     """
     if nproc is not None and nproc < 1:
         raise InputError(Problem("--nproc", nproc, "must be at least 1", "1"))
-    if timeout <= 0:
+    if not timeout > 0:  # nor what is no number
         raise InputError(Problem("--timeout", timeout, "must be above 0", "120"))
     from triweave.training.process import started_by_launcher
 
@@ -59,6 +60,7 @@ def doctor(
     known = None if profile is None else profile_of(profile)
 
     # Only now torch: input errors are told at once.
+    import_torch()
     import torch
 
     from triweave.doctor.run import Options, visit

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from triweave.cli.options import Overrides
+from triweave.cli.options import Overrides, Whole
 from triweave.config.load import load_run
 from triweave.config.validate import validate
 from triweave.errors import InputError, Problem, closest
@@ -24,8 +24,8 @@ def launch(
     workdir: str | None = None,
     python: str = "python",
     time_limit: str | None = None,
-    warning: int | None = None,
-    restarts: int = 0,
+    warning: Whole | None = None,
+    restarts: Whole = 0,
     partition: str | None = None,
     account: str | None = None,
     image: str | None = None,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from triweave.cli.options import Json
+from triweave.cli.options import Json, Whole
 from triweave.errors import InputError, Problem
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ def plan(
     *,
     model: str,
     cluster: str,
-    seq: int,
-    global_batch: int,
+    seq: Whole,
+    global_batch: Whole,
     layout: str | None = None,
-    top: int = 3,
+    top: Whole = 3,
     json: Json = False,
     out: Path | None = None,
     svg: Path | None = None,

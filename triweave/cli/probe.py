@@ -11,6 +11,7 @@ from typing import Literal
 
 from triweave.cli.options import Json, Nproc
 from triweave.errors import InputError, Problem
+from triweave.training.import_torch import import_torch
 
 DEFAULT_OUT = Path("profile.yaml")
 
@@ -44,7 +45,7 @@ def probe(
         force: Overwrite what another machine measured.
         json: Print the profile as one JSON document.
     """
-    if minutes <= 0:
+    if not minutes > 0:  # nor what is no number
         raise InputError(Problem("--minutes", minutes, "must be above 0", "10"))
     if nproc is not None and nproc < 1:
         raise InputError(Problem("--nproc", nproc, "must be at least 1", "1"))
@@ -56,6 +57,7 @@ def probe(
         raise InputError(Problem("--nproc", nproc, f"a launcher has started {launched.world_size} ranks already"))
 
     # Only now torch: input errors are told at once.
+    import_torch()
     import torch
 
     from triweave.probe.run import Options, chosen_parts, device_of, missing
@@ -64,6 +66,8 @@ def probe(
     from triweave.training.processes import run_as_rank, run_ranks
 
     parts = tuple(part for part in only.split(",") if part)
+    if only and not parts:
+        raise InputError(Problem("--only", only, "names no part", "gemm"))
     options = Options(out, parts, minutes, device, name, force)
     wanted = chosen_parts(parts)
     ranks = nproc or (1 if device == "cpu" else max(1, torch.cuda.device_count()))

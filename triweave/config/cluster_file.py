@@ -18,4 +18,4 @@ def cluster_of(text: str) -> Cluster:
         return parse_cluster(text)
     from triweave.config.load import load  # Only who has a file waits for what reads files.
 
-    return cluster_from_config(load(ClusterConfig, path), path)
+    return cluster_from_config(load(ClusterConfig, path, called="cluster file"), path)

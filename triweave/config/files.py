@@ -68,11 +68,14 @@ def _tokenizer(data: DataConfig, model_path: str) -> Iterator[Problem]:
 def _output(run: Run) -> Iterator[Problem]:
     folder = Path(run.output_dir)
     existing = next((path for path in (folder, *folder.parents) if os.path.exists(path)), None)
+    if run.checkpoint.path == "":
+        yield Problem("checkpoint.path", '""', "must name a folder or a URL", "null")
     if not run.output_dir:
         yield Problem("output_dir", '""', "must name a folder", "runs/run")
     elif existing is not None and not existing.is_dir():
         rule = "is a file; it must be a folder" if existing == folder else f"cannot be made: {existing} is a file"
         yield Problem("output_dir", run.output_dir, rule)
-    if run.resume not in ("auto", "never") and not os.path.isdir(run.resume):
+    is_place = "://" in run.resume or os.path.isdir(run.resume)  # who opens a URL tells what is wrong with it
+    if run.resume not in ("auto", "never") and not is_place:
         near = closest(run.resume, ("auto", "never"))
-        yield Problem("resume", run.resume, "must be auto, never or the folder of a checkpoint", near)
+        yield Problem("resume", run.resume, "must be auto, never or the folder or URL of a checkpoint", near)

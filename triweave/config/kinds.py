@@ -66,6 +66,8 @@ def _member_wanted(kind: Any) -> str:
 
 def _tuple_wanted(items: tuple[Any, ...]) -> str:
     item, *rest = items
+    if rest and set(items) == {int, float}:
+        return f"a list of {len(items)} numbers"
     many = {int: "whole numbers", float: "numbers", str: "texts"}.get(item) or wanted(item)
     if rest != [Ellipsis]:
         return f"a list of {len(items)} {many}"

@@ -34,12 +34,22 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
     return load(Run, path, overrides)
 
 
-def load(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
-    """`load_run` for a file that holds any dataclass of scalars, lists and other such dataclasses."""
+def load(schema: type[T], path: Path, overrides: Sequence[str] = (), called: str = "run file") -> T:
+    """`load_run` for a file that holds any dataclass of scalars, lists and other such dataclasses.
+
+    Args:
+        schema: The dataclass.
+        path: The YAML file.
+        overrides: As in `load_run`.
+        called: What such a file is called in messages.
+
+    Raises:
+        InputError: as `load_run`.
+    """
     problems: list[Problem] = []
-    tree = read_tree(_text(path), lambda line: f"{path}:{line}", problems)
-    tree = apply_overrides(_root(tree, path), overrides, problems)
-    value = convert(schema, tree, "", UnknownKeys(schema, dict(scalars(tree))), problems)
+    tree = read_tree(_text(path, called), lambda line: f"{path}:{line}", problems)
+    tree = apply_overrides(_root(tree, path, called), overrides, problems)
+    value = convert(schema, tree, "", UnknownKeys(schema, dict(scalars(tree)), called), problems)
     if value is WRONG or problems:
         raise InputError(sorted(problems, key=_line))
     loaded: T = value
@@ -72,26 +82,29 @@ def _line(problem: Problem) -> tuple[bool, int]:
     return (not line.isdecimal(), int(line) if line.isdecimal() else 0)
 
 
-def _root(tree: Node | None, path: Path) -> Section:
+def _root(tree: Node | None, path: Path, called: str) -> Section:
     if tree is None:
-        raise InputError(Problem("run file", path, "is empty"))
+        raise InputError(Problem(called, path, "is empty"))
     if not isinstance(tree, Section):
-        raise InputError(Problem("run file", shown(tree), "must hold keys, as in `seed: 42`", where=tree.where))
+        raise InputError(Problem(called, shown(tree), "must hold keys, as in `seed: 42`", where=tree.where))
     return tree
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, called: str) -> str:
     def refuse(rule: str, nearest: str | None = None, where: str | None = None) -> InputError:
-        return InputError(Problem("run file", path, rule, nearest, where))
+        return InputError(Problem(called, path, rule, nearest, where))
 
     try:
         if path.is_dir():
             raise refuse("is a folder")
         if not path.exists():
             raise refuse("does not exist", neighbour(path))
-        if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise refuse(f"has {size} bytes; a run file has at most {MAX_FILE_BYTES}")
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            # A device or a pipe has no size, and may have no end.
+            size = path.stat().st_size or f"more than {MAX_FILE_BYTES}"
+            raise refuse(f"has {size} bytes; a {called} has at most {MAX_FILE_BYTES}")
     except OSError as error:
         raise refuse(f"cannot be read ({error.strerror})") from None
     try:

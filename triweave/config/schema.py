@@ -218,6 +218,6 @@ class Run:
     output_dir: str = "runs/run"
     """Folder of everything the run writes."""
     resume: str = "auto"
-    """`auto` continues from the newest checkpoint in output_dir, `never` starts anew, or the path of one."""
+    """`auto` continues from the newest checkpoint in output_dir, `never` starts anew, or path or URL of one."""
     seed: int = 42
     """Seed of data order and of random weights. Results do not depend on the layout."""

@@ -31,6 +31,8 @@ class UnknownKeys:
 
     root: type
     given: Given
+    file: str = "run file"
+    """What such a file is called."""
 
     def explain(self, names: Sequence[str], section: str, name: str, node: Node) -> Explanation:
         """What the key `name` is, found in `section` (dotted; empty at the top), which has the keys `names`."""
@@ -53,7 +55,7 @@ class UnknownKeys:
             return Explanation(problem("has a dot, which makes no section", f"{parent}: {{{leaf}: ...}}"), certain=True)
         if homes := [key for key in ours if _leaf(key) == plain]:
             return Explanation(problem(_belongs(homes), " or ".join(homes)), certain=True)
-        rule = f"is not a key of {section or 'a run file'}"
+        rule = f"is not a key of {section or f'a {self.file}'}"
         if (near := closest(plain, names)) is not None:
             return Explanation(problem(rule, join(section, near)), meant=near)
         near_leaf = closest(plain, [_leaf(key) for key in ours])

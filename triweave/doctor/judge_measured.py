@@ -29,7 +29,7 @@ def judge_links(
         expected = _link_of(profile, kind, every[0].size_bytes) if every else None
         floor = SLOW_SHARE[on_gpu] * (expected or usual)
         against = "the profile says" if expected else "the median is"
-        slow = [link for link in every if link.bytes_per_s < floor]
+        slow = [link for link in every if link.at_most_bytes_per_s < floor]
         for name, ones in _by_cause(slow, every, {one.rank: one.host for one in seen}):
             worst = min(ones, key=lambda link: link.bytes_per_s)
             where = "between hosts" if kind == "across" else "within a host"
@@ -83,7 +83,7 @@ def judge_groups(
             is_inside = len({host_of[rank] for rank in group.ranks}) == 1
             expected = _all_reduce_of(profile, len(group.ranks), group.size_bytes) if is_inside else None
             usual = expected or usual_rate(alike)
-            if group.bytes_per_s < SLOW_SHARE[on_gpu] * usual:
+            if group.at_most_bytes_per_s < SLOW_SHARE[on_gpu] * usual:
                 against = "the profile says" if expected else f"the median of {kind} groups is"
                 rate, other = group.bytes_per_s / 1e6, usual / 1e6
                 name = f"{kind} group, {spell_ranks(group.ranks)}"

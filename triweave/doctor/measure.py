@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -15,6 +19,8 @@ from triweave.groups import Group
 from triweave.probe.session import Session
 
 REPEATS = 5
+LEAST_SHARE = 0.01
+"""Of a time that is left at least when waiting is taken off."""
 PASSES = {True: 1, False: 3}
 """Over all pairs, with NCCL and with gloo: what else a busy host does in one of them, it does not do in all."""
 ENOUGH_S = 0.5
@@ -37,6 +43,13 @@ class Between:
     """Of an all-reduce, on the bus: bytes / time x 2(n - 1)/n."""
     latency_s: float
     size_bytes: int
+    unhindered_bytes_per_s: float = 0.0
+    """What it may be where no process of its ranks waits for a processor that others have; 0 is not looked at."""
+
+    @property
+    def at_most_bytes_per_s(self) -> float:
+        """What it may be on an idle host."""
+        return max(self.bytes_per_s, self.unhindered_bytes_per_s)
 
 
 def bytes_sent(on_gpu: bool) -> int:
@@ -49,13 +62,18 @@ def measure_group(session: Session, kind: str, group: Group) -> Between:
     size = bytes_sent(session.on_gpu)
     whole = torch.zeros(size // 4, device=session.device)
 
-    def best(tensor: torch.Tensor, repeats: int) -> float:
-        return min(_seconds(session, lambda: dist.all_reduce(tensor, group=group.handle)) for _ in range(repeats))
+    def reduce(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=group.handle)
 
-    dist.all_reduce(whole, group=group.handle)  # makes the connections
-    latency_s = best(whole[:1], 3 * REPEATS)
+    reduce(whole)  # makes the connections
+    latency_s = min(_seconds(session, lambda: reduce(whole[:1])) for _ in range(3 * REPEATS))
+    with Waiting() as waiting:
+        taken = [waiting.sample(session, lambda: reduce(whole)) for _ in range(REPEATS)]
+    waited = torch.tensor([sample.waited_s for sample in taken], dtype=torch.float64, device=session.device)
+    dist.all_reduce(waited, group=group.handle)
+    best_s, unhindered_s = best_of(taken, waited.tolist())
     bus = size * 2 * (group.size - 1) / group.size
-    return Between(kind, group.ranks, bus / best(whole, REPEATS), latency_s, size)
+    return Between(kind, group.ranks, bus / best_s, latency_s, size, bus / unhindered_s)
 
 
 def measure_pairs(session: Session, hosts: Sequence[Sequence[int]]) -> list[Between]:
@@ -110,27 +128,38 @@ def _message(session: Session, kind: str, sender: int, receiver: int) -> Between
     size = bytes_sent(session.on_gpu)
     message, word = torch.zeros(size // 4, device=session.device), torch.zeros(1, device=session.device)
     sends = session.group.rank == sender
-    times: dict[int, list[float]] = {1: [], message.numel(): []}
-    for length, repeats in ((1, 3 * REPEATS), (message.numel(), REPEATS)):
-        first = time.monotonic()
-        for number in range(repeats + 1):  # the first makes the connection
-            begin = time.perf_counter()
-            if sends:
-                dist.send(message[:length], receiver)
-                dist.recv(word, receiver)
-            else:
-                dist.recv(message[:length], sender)
-                # On a slow link a second message is enough: the receiver says so to both.
-                word.fill_(float(number > 0 and time.monotonic() - first > ENOUGH_S))
-                dist.send(word, sender)
-            session.wait()
-            times[length].append(time.perf_counter() - begin)
-            if word.item():
-                break
+
+    def exchange(part: torch.Tensor) -> None:
+        if sends:
+            dist.send(part, receiver)
+            dist.recv(word, receiver)
+        else:
+            dist.recv(part, sender)
+            # On a slow link a second message is enough: the receiver says so to both.
+            word.fill_(float(time.monotonic() - first > ENOUGH_S))
+            dist.send(word, sender)
+
+    first = time.monotonic()
+    exchange(message[:1])  # makes the connection
+    words: list[float] = []
+    while len(words) < 3 * REPEATS and not (words and word.item()):
+        words.append(_seconds(session, lambda: exchange(message[:1])))
+    first = time.monotonic()
+    exchange(message)
+    wholes: list[Sample] = []
+    with Waiting() as waiting:
+        while len(wholes) < REPEATS and not (wholes and word.item()):
+            wholes.append(waiting.sample(session, lambda: exchange(message)))
+    waited = torch.tensor([sample.waited_s for sample in wholes], dtype=torch.float64, device=session.device)
     if not sends:
+        dist.send(waited, sender)
         return None
-    there_and_back, whole = (min(taken[1:]) for taken in times.values())
-    return Between(kind, (sender, receiver), rate_of(size, there_and_back, whole), there_and_back / 2, size)
+    theirs = torch.empty_like(waited)
+    dist.recv(theirs, receiver)
+    there_and_back = min(words)
+    best_s, unhindered_s = best_of(wholes, (waited + theirs).tolist())
+    rate, unhindered = (rate_of(size, there_and_back, seconds) for seconds in (best_s, unhindered_s))
+    return Between(kind, (sender, receiver), rate, there_and_back / 2, size, unhindered)
 
 
 def rate_of(size: int, there_and_back_s: float, whole_s: float) -> float:
@@ -220,3 +249,61 @@ def _seconds(session: Session, function: Callable[[], object]) -> float:
     function()
     session.wait()
     return time.perf_counter() - begin
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Something that was timed once."""
+
+    taken_s: float
+    waited_s: float
+    """Of this process, for a processor."""
+
+
+class Waiting:
+    """Seconds that this process's threads were ready to run while another process had their processor.
+
+    The kernel's run delay (Documentation/scheduler/sched-stats.rst: the second field of a task's schedstat), of the
+    threads that live now. The files stay open: a reading takes microseconds, in which little is missed or added.
+    """
+
+    def __init__(self, tasks: Path = Path("/proc/self/task")) -> None:
+        """Of the process whose threads `tasks` lists; where the kernel does not tell, nobody waits."""
+        self._files: list[BinaryIO] = []
+        for task in tasks.iterdir() if tasks.is_dir() else ():
+            with suppress(OSError):  # a thread may have ended meanwhile
+                self._files.append((task / "schedstat").open("rb", buffering=0))
+
+    def __enter__(self) -> Waiting:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files:
+            file.close()
+
+    def seconds(self) -> float:
+        """So far, of all threads together; of one that has ended no more."""
+        nanoseconds = 0
+        for file in self._files:
+            with suppress(OSError, IndexError):
+                nanoseconds += int(os.pread(file.fileno(), 64, 0).split()[1])
+        return nanoseconds / 1e9
+
+    def sample(self, session: Session, function: Callable[[], object]) -> Sample:
+        """Time `function`."""
+        before = self.seconds()
+        taken = _seconds(session, function)
+        return Sample(taken, max(0.0, self.seconds() - before))
+
+
+def best_of(samples: Sequence[Sample], waited_s: Sequence[float]) -> tuple[float, float]:
+    """The shortest time that was taken, and what of it nobody waited for a processor.
+
+    Of the shortest alone: in the others threads wait at the same time, and more is counted than they took longer.
+
+    Args:
+        samples: times.
+        waited_s: seconds of each in which threads of all processes that take part have waited, added up.
+    """
+    taken_s, waited = min((sample.taken_s, its) for sample, its in zip(samples, waited_s, strict=True))
+    return taken_s, max(taken_s - waited, LEAST_SHARE * taken_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,7 @@ def chosen_ranks(words: str, layout: Layout) -> tuple[int, ...]:
     for word in map(str.strip, words.split(",")):
         if word in named:
             ranks.update(named[word])
-        elif not word.isdecimal():
+        elif not re.fullmatch(r"\d{1,18}", word):
             rule = f"must be {', '.join(_WORDS)}, or numbers of ranks with commas between"
             problems.append(Problem("--ranks", word or '""', rule, closest(word, _WORDS)))
         elif int(word) >= layout.world_size:
@@ -87,7 +88,7 @@ def chosen_ranks(words: str, layout: Layout) -> tuple[int, ...]:
         else:
             ranks.add(int(word))
     if problems:
-        raise InputError(problems)
+        raise InputError(dict.fromkeys(problems))
     return tuple(sorted(ranks))
 
 

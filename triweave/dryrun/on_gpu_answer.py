@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import mean
@@ -31,8 +32,10 @@ def device_of(words: str) -> torch.device:
     name, _, index = words.partition(":")
     if words == "cpu":
         return torch.device("cpu")
-    if name != "cuda" or (index and not index.isdecimal()) or words.endswith(":"):
-        raise InputError(Problem("--device", words, "must be cuda, cuda:N or cpu", "cuda" if name != "cpu" else "cpu"))
+    if name != "cuda" or (index and not re.fullmatch(r"\d{1,18}", index)) or words.endswith(":"):
+        raise InputError(
+            Problem("--device", words or '""', "must be cuda, cuda:N or cpu", "cuda" if name != "cpu" else "cpu")
+        )
     if not torch.cuda.is_available():
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "this machine has none"
         raise InputError(Problem("--device", words, f"needs a GPU that torch can use, and {why}", "cpu"))

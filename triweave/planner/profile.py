@@ -196,7 +196,7 @@ def read_profile(path: Path) -> Profile:
     """
     from triweave.config.load import load  # Only who has a profile waits for what reads files.
 
-    profile = load(Profile, path)
+    profile = load(Profile, path, called="profile")
     problems = list(profile_problems(profile))
     if problems:
         raise InputError(Problem(one.key, one.value, one.rule, one.nearest, str(path)) for one in problems)
@@ -230,6 +230,8 @@ def profile_problems(profile: Profile) -> Iterator[Problem]:
         for key in ("forward_seconds", "backward_input_seconds", "backward_weight_seconds"):
             if not 0 <= (seconds := getattr(host, key)) < float("inf"):
                 yield Problem(f"hosts[{number}].{key}", seconds, "must be at least 0", "0.0")
+    if profile.num_gpus < 0:
+        yield Problem("num_gpus", profile.num_gpus, "must be at least 0", "0")
     port = profile.nic_gbit_per_s
     if port is not None and not 0 < port < float("inf"):
         yield Problem("nic_gbit_per_s", port, "must be above 0")

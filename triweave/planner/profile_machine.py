@@ -54,9 +54,9 @@ def profile_of(words: str) -> Profile:
     shipped = {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
     if words in shipped:
         return read_profile(shipped[words])
-    if not Path(words).exists():
+    if not words or not Path(words).exists():
         rule = f"is neither a file nor one of the profiles that come with the package: {', '.join(shipped)}"
-        raise InputError(Problem("profile", words, rule, closest(words, list(shipped))))
+        raise InputError(Problem("profile", words or '""', rule, closest(words, list(shipped))))
     return read_profile(Path(words))
 
 

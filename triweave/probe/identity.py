@@ -22,15 +22,17 @@ def identify(device: torch.device, num_gpus: int, name: str | None) -> Profile:
     Raises:
         InputError: the GPU is none of the catalogue, and `name` does not say which it is to count as.
     """
+    if name is not None and name not in CATALOGUE:
+        raise InputError(Problem("--name", name or '""', f"is not one of {', '.join(CATALOGUE)}", nearest_gpu(name)))
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     if device.type != "cuda":
         source = "Measured by `triweave probe --device cpu` on a CPU: a rehearsal, which says nothing of a GPU."
         return Profile(2, ON_CPU, torch.__version__, today, source, gpu_model="CPU", num_gpus=num_gpus)
     model = torch.cuda.get_device_name(device)
     gpu = catalogue_name(model, torch.cuda.get_device_properties(device).total_memory) if name is None else name
-    if gpu is None or gpu not in CATALOGUE:
+    if gpu is None:
         rule = f"is not one of {', '.join(CATALOGUE)}; --name says which of them it is to count as"
-        raise InputError(Problem("--name", name or model, rule, nearest_gpu(name or model.lower())))
+        raise InputError(Problem("--name", model, rule, nearest_gpu(model.lower())))
     driver, power, clock = asked_of_driver(device.index or 0, ("driver_version", "power.limit", "clocks.max.sm"))
     return Profile(
         2,

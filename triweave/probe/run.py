@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,7 +156,8 @@ def probe(options: Options, process: Process) -> int:
         rule = f"is more than the {process.local_world_size} of this host; a probe measures one node"
         raise InputError(Problem("WORLD_SIZE", process.world_size, rule, str(process.local_world_size)))
     device = device_of(options, process)
-    with process_group(process, device, 300), _Watchdog() as watchdog, _progress(options, process) as tell:
+    mine = file.held(options.out) if process.rank == 0 else nullcontext()
+    with mine, process_group(process, device, 300), _Watchdog() as watchdog, _progress(options, process) as tell:
         session = _session(options, process, device, watchdog.seen(tell))
         machine = identify(device, process.world_size, options.name)
         profile = file.begin(options.out, machine, force=options.force)

@@ -17,7 +17,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
@@ -32,6 +31,7 @@ from triweave.errors import GivenUp, InputError, Problem, Refused, RunFailed, Tr
 from triweave.recovery.self_check import together
 from triweave.recovery.stop import STOP_SIGNALS, STOPPED, StopRequest
 from triweave.training.process import GRACE_S, Process, end_launcher, let_the_first_rank_speak
+from triweave.training.rank_server import asking_put_off, start_server
 
 SETTLE_S = 0.5
 """Time in which ranks that fail because another did are heard too, so that the first of them is told."""
@@ -168,13 +168,12 @@ def run_ranks(
     started_at = time.time() if started_at is None else started_at
     if num_ranks == 1:
         return function(Process(started_at=started_at, stop=stop or StopRequest()))
-    context = mp.get_context("forkserver")
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     ranks: dict[Connection, BaseProcess] = {}
     with _forwarding(ranks, stop) if stop is not None else nullcontext():
         try:
-            with _interrupt_put_off():
-                _start_server(context)
+            with asking_put_off():
+                context = start_server()
                 store = _loopback_store()
                 asked = stop or StopRequest()
                 for number in range(num_ranks):
@@ -272,16 +271,6 @@ def _forwarding(ranks: Mapping[Connection, BaseProcess], stop: StopRequest) -> I
             signal.signal(number, handler)
 
 
-@contextmanager
-def _interrupt_put_off() -> Iterator[None]:
-    """Let signals wait for the end of the block: a rank that was half started could not be ended, nor told to stop."""
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOP_SIGNALS})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
-
-
 def _loopback_store() -> TCPStore:
     """The store at which the ranks meet. Left to itself it would listen on every interface, to anybody."""
     with socket.socket() as listener:
@@ -292,20 +281,6 @@ def _loopback_store() -> TCPStore:
         return TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
-
-
-def _start_server(context: mp.context.ForkServerContext) -> None:
-    """Start the server that imports torch once and forks the ranks; it never touches a GPU.
-
-    It and the ranks inherit the signals that are blocked now: they reach every process of a terminal or a job, and the
-    one that started the others decides.
-    """
-    context.set_forkserver_preload(["triweave.training.loop", "triweave.verify.run"])
-    # Started first by itself: in starting it CPython 3.11 unblocks signals that are to stay blocked.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    forkserver.ensure_running()
 
 
 def _rank_main(

@@ -21,6 +21,7 @@ from triweave.config.validate import ResolvedRun, validate
 from triweave.errors import InputError, Problem
 from triweave.host_room import host_room
 from triweave.recovery.stop import StopRequest
+from triweave.training.import_torch import import_torch
 from triweave.training.process import Process, let_segments_grow, started_by_launcher
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def start(
 
     if run.runtime.device == "cuda":
         # The one thing that only torch can tell; asked before the work on the data.
+        import_torch()
         from triweave.training.processes import choose_device
 
         choose_device(run.runtime, launched or Process(local_world_size=world_size))
@@ -102,6 +104,7 @@ def start(
     with _progress(speaks=launched is None or launched.local_rank == 0) as progress:
         prepared = prepare(resolved.run, resolved.spec.vocab_size, progress)
 
+    import_torch()
     from triweave.training.processes import run_as_rank, run_ranks
     from triweave.training.rank_order import refusing_for_all
 

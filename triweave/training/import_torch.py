@@ -1,0 +1,18 @@
+"""The import of torch, with which whatever computes begins. Itself it imports none."""
+
+from __future__ import annotations
+
+import signal
+
+
+def import_torch() -> None:
+    """Import torch, and with it numpy, while Ctrl-C waits.
+
+    A KeyboardInterrupt that comes while torch (2.11 to 2.13) imports numpy is cleared by its C++: the command would go
+    on as if nobody had pressed it, and with half a numpy.
+    """
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        import torch  # noqa: F401 (for who imports it next)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
