@@ -36,17 +36,18 @@ from triweave.transport.choose import choose_transport
 from triweave.transport.copy_engine import CopyEngines
 
 SEQ = 64
-LAYERS = 16
+LAYERS, FEW_LAYERS = 16, 3
+"""In a row; in a rehearsal, whose times say nothing, few."""
 REPEATS = 12
 """Of which the first quarter warms up."""
 STEPS, MICRO_BATCHES = 6, 4
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 
 
-def tiny(ranks: int) -> ModelSpec:
+def tiny(ranks: int, layers: int) -> ModelSpec:
     """A model whose kernels take next to nothing, its heads as wide as those of real ones."""
     heads = 2 * ranks
-    return ModelSpec(512, 64 * heads, 128 * heads, LAYERS, heads, heads, 64, max_position_embeddings=SEQ)
+    return ModelSpec(512, 64 * heads, 128 * heads, layers, heads, heads, 64, max_position_embeddings=SEQ)
 
 
 def measure_hosts(session: Session) -> tuple[HostCost, ...]:
@@ -66,7 +67,8 @@ def measure_hosts(session: Session) -> tuple[HostCost, ...]:
 
 
 def _layers(session: Session, group: Group, recompute: tuple[Recompute, ...], precision: Precision) -> HostCost:
-    spec, tp = tiny(group.size), group.size
+    layers = _layers_in_a_row(session)
+    spec, tp = tiny(group.size, layers), group.size
     seq = max(SEQ, 16 * tp)  # fp8 is cast in sixteens
     shape = (seq // tp, 1, spec.hidden_size)
     transport = choose_transport("auto", group, tp > 1, session.device, 2 * seq * spec.hidden_size)
@@ -89,7 +91,7 @@ def _layers(session: Session, group: Group, recompute: tuple[Recompute, ...], pr
         session.meet(group)
         marks = [time.perf_counter()]
         y = x.detach().requires_grad_()
-        for _ in range(LAYERS):
+        for _ in range(layers):
             y = layer(y, rotation, None)
         marks.append(time.perf_counter())
         with later.deferring() as put_off:
@@ -100,7 +102,7 @@ def _layers(session: Session, group: Group, recompute: tuple[Recompute, ...], pr
                 work()
         marks.append(time.perf_counter())
         for kept, (begin, end) in zip(times, pairwise(marks), strict=True):
-            kept.append((end - begin) / LAYERS)
+            kept.append((end - begin) / layers)
     session.meet(group)
     # Ranks of a group wait for each other in every layer, so the slower one counts each time, and no layer is left out:
     # hosts are uneven, and a step is made of all its moments.
@@ -111,8 +113,9 @@ def _layers(session: Session, group: Group, recompute: tuple[Recompute, ...], pr
 
 def _replicas(session: Session, shard: Shard) -> HostCost:
     """Layers with the hooks and reductions of data parallelism over all ranks, as the trainer runs them."""
-    spec = tiny(1)
-    layout = Layout(dp=session.group.size, shard=shard, layers=(LAYERS,))
+    layers = _layers_in_a_row(session)
+    spec = tiny(1, layers)
+    layout = Layout(dp=session.group.size, shard=shard, layers=(layers,))
     batch = MICRO_BATCHES * layout.dp
     run = Run(
         model=ModelConfig(path="", weights="random"),
@@ -137,10 +140,14 @@ def _replicas(session: Session, shard: Shard) -> HostCost:
         train_step(engine, tokens, 1e-6, 1.0)
         if step > 0:
             for span in clock.stop()[1]:
-                times[span.action.kind].append(span.duration_s / LAYERS)
+                times[span.action.kind].append(span.duration_s / layers)
     session.meet()
     forward, backward = session.worst([statistics.median(found) for found in times.values()])
     return HostCost(1, shard, (), round(forward, 9), round(backward, 9), 0.0)
+
+
+def _layers_in_a_row(session: Session) -> int:
+    return FEW_LAYERS if session.small else LAYERS
 
 
 def measure_launch(session: Session) -> float:
