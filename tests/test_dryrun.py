@@ -23,6 +23,7 @@ from triweave.layout import Layout, Schedule, even_layers
 from triweave.model_spec import ModelSpec
 from triweave.pipeline import Pipeline
 from triweave.planner.allocator import CachingAllocator
+from triweave.planner.forecast import stages_of
 from triweave.planner.memory import predict_memory
 
 SPEC = ModelSpec(4096, 512, 1408, 8, 8, 4, 64, max_position_embeddings=4096)
@@ -128,6 +129,33 @@ LAYOUTS = {
     "cp2-recompute": Layout(cp=2, recompute=("norm", "swiglu", "attention")),
     "cp2-tp2-pp2-dp2-full": Layout(cp=2, tp=2, pp=2, dp=2, shard="full", recompute=("layer",)),
 }
+
+
+IN_FP8 = {name: LAYOUTS[name] for name in ("one", "tp2", "tp2-recompute", "dp4-full", "cp4-tp2")} | {
+    "tp2-no-sequence-parallel": Layout(tp=2, sequence_parallel=False),
+    "tp2-keep-gathered": Layout(tp=2, keep_gathered=True),
+    "norm-mlp": Layout(recompute=("norm", "mlp")),
+    "attention-swiglu": Layout(recompute=("attention", "swiglu")),
+    "pp4-zero-bubble": Layout(pp=4, schedule="zero-bubble"),
+    "full-layer": Layout(dp=4, shard="full", recompute=("layer",)),
+    "offload": Layout(offload=("mlp",)),
+}
+
+
+@pytest.mark.parametrize("layout", IN_FP8.values(), ids=IN_FP8.keys())
+def test_the_closed_form_agrees_in_fp8(layout: Layout) -> None:
+    """What is said before a run counts casts: of weights both ways, of inputs that are kept, of what products read."""
+    run = resolved(layout, 8, fp8=True)
+    planned = stages_of(run)
+    for pp in {0, layout.pp - 1}:
+        found = rank_memory(run, run.layout.world_size // layout.pp * pp)
+        peak = found.peak_bytes + found.peer_bytes
+        assert planned[pp].peak_allocated_bytes == pytest.approx(peak, rel=0.012)
+    bf16 = stages_of(resolved(layout, 8))
+    assert any(
+        abs(one.peak_allocated_bytes / other.peak_allocated_bytes - 1) > 0.012
+        for one, other in zip(planned, bf16, strict=True)
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())

@@ -50,6 +50,8 @@ class Assumptions:
     fp8_inputs: bool = False
     """Transformer Engine in fp8 keeps what its products read in one byte an element (`_Linear.forward` saves the
     quantised input); attention keeps its own 16-bit tensors."""
+    fp8: bool = False
+    """Ours: products of the layers in fp8, whose operands are cast (`layers/fp8_linear.py`)."""
     whole_qkv: bool = False
     """Values are a view, so that the whole query-key-value product stays until backward."""
     rotary_tables_per_layer: bool = False

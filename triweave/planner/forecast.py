@@ -52,7 +52,12 @@ def stages_of(resolved: ResolvedRun) -> tuple[StageMemory, ...]:
         seq_len=resolved.run.data.seq_len,
         num_micro_batches=resolved.num_micro_batches,
         dtype=resolved.run.model.dtype,
-        assumptions=replace(OURS, gpus_per_node=resolved.gpus_per_node, moments=resolved.run.optimizer.moments),
+        assumptions=replace(
+            OURS,
+            gpus_per_node=resolved.gpus_per_node,
+            moments=resolved.run.optimizer.moments,
+            fp8=resolved.run.model.fp8,
+        ),
     )
 
 

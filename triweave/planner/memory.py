@@ -31,6 +31,7 @@ from triweave.planner.memory_states import (
     flat_sizes,
     stage_units,
     states_of,
+    weight_casts,
     weight_gradient_cache,
 )
 from triweave.planner.sizes import Sizes, sizes_of
@@ -328,6 +329,9 @@ def _standing_bytes(
         # Tokens, targets, positions and documents; ours loads a step's micro-batches together.
         "batch": 4 * _TOKEN_BYTES * s.tokens * (num_micro_batches if a.bookkeeping == "ours" else 1),
     }
+    if a.fp8 and not (data_parallel_size(layout) > 1 and layout.shard == "full"):
+        # By rows from the first forward on, by columns from the first backward, when of one micro-batch little is left.
+        standing["weights in fp8"] = min(2, num_micro_batches) * sum(weight_casts(unit, a) for unit in units)
     if layout.pp > 1:
         # The next message is received, and those that were sent wait for the GPU, while an action computes.
         waiting = 0 if a.bookkeeping == "megatron" else messages_waiting(layout, rank, num_micro_batches)

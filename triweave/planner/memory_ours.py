@@ -6,7 +6,7 @@ holds what is kept between forward and backward to these tapes, to the byte.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triweave.planner.sizes import Sizes
 from triweave.planner.tape import Block, Pass, Tape
@@ -21,8 +21,14 @@ _IN_CONTEXT = (
     "more received gradient",
 )
 _OFFLOADED = {
-    "attention": ("attention input", "gathered attention input", *_ATTENTION),
-    "mlp": ("mlp input", "gathered mlp input", "gate and up", "product"),
+    "attention": (
+        *("attention input", "gathered attention input", "attention input by columns"),
+        *(*_ATTENTION, "attention output by columns"),
+    ),
+    "mlp": (
+        *("mlp input", "gathered mlp input", "mlp input by columns"),
+        *("gate and up", "product", "product by columns"),
+    ),
 }
 
 
@@ -79,7 +85,7 @@ def layer_block(s: Sizes, unit: Unit) -> Block:
     _layer_forward(f, s, keep=not whole)
     f.make("output", s.slice)
     f.free("down", "gathered weights", "gradients in flight")
-    if {"norm", "mlp", "layer"} & s.recompute or s.keeps_gathered:
+    if {"norm", "mlp", "layer"} & s.recompute or s.keeps_gathered or s.keeps_columns:
         f.free("mlp input")
     if whole:
         f.free("mlp residual")
@@ -91,7 +97,8 @@ def layer_block(s: Sizes, unit: Unit) -> Block:
     if whole:
         # Until the last product has kept its input: what comes after is not run again.
         _layer_forward(b, s, keep=True)
-        b.free("down", *(("mlp input",) if {"norm", "mlp"} & s.recompute or s.keeps_gathered else ()))
+        given_up = {"norm", "mlp"} & s.recompute or s.keeps_gathered or s.keeps_columns
+        b.free("down", *(("mlp input",) if given_up else ()))
     _mlp_backward(b, s)
     _attention_backward(b, s)
     b.free("gathered weights")
@@ -119,7 +126,7 @@ def head_block(s: Sizes, unit: Unit) -> Block:
     b.make("whole gradients", unit.whole_gradients)
     b.rename("logits", "logits' gradient")
     b.free("row statistics")
-    _column_backward(b, s, "head input", "logits' gradient")
+    _column_backward(b, replace(s, fp8=False), "head input", "logits' gradient")
     b.free("gathered weights")
     b.free("whole gradients", "gradients in flight")
     _norm_backward(b, s, "input")
@@ -143,15 +150,19 @@ def _layer_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
     t.make("mlp residual", s.slice)
     t.make("mlp input", s.slice)
     t.free("attended")
-    if not keep or {"norm", "attention"} & s.recompute or s.keeps_gathered:
+    if not keep or {"norm", "attention"} & s.recompute or s.keeps_gathered or s.keeps_columns:
         t.free("attention input")
     _mlp_forward(t, s, keep=keep and "mlp" not in s.recompute)
+    if "norm" in s.recompute:
+        t.free("attention input by columns", "mlp input by columns")
 
 
 def _attention_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
     """From the norm's output. Without `keep` nothing is saved: what the function holds goes when it returns."""
     t.make("gathered attention input", s.gathered)
+    _cast_input(t, s, "attention input")
     t.make("query-key-value", s.qkv)
+    t.free("input by rows")
     if not (keep and s.keeps_gathered):
         t.free("gathered attention input")
     # Queries, keys and values are the product itself, rotated in place.
@@ -161,23 +172,40 @@ def _attention_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
     t.make("logsumexp", s.logsumexp)
     if not keep:
         t.free("logsumexp")
+    t.make("attention output by rows", s.in_fp8(s.query))
+    t.make("attention output by columns", s.in_fp8(s.query))
     _row_output(t, s, "attended")
+    t.free("attention output by rows")
     if not keep:
-        t.free("query-key-value", "attention output")
+        t.free("query-key-value", "attention output", "attention input by columns", "attention output by columns")
 
 
 def _mlp_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
     """From the norm's output, likewise."""
     t.make("gathered mlp input", s.gathered)
+    _cast_input(t, s, "mlp input")
     t.make("gate and up", s.gate_up)
+    t.free("input by rows")
     if not (keep and s.keeps_gathered):
         t.free("gathered mlp input")
     t.make("product", s.ffn)
+    t.make("product by rows", s.in_fp8(s.ffn))
+    t.make("product by columns", s.in_fp8(s.ffn))
     _row_output(t, s, "down")
-    if not keep or "swiglu" in s.recompute:
+    t.free("product by rows")
+    if not keep or "swiglu" in s.recompute or s.fp8:
         t.free("product")
+    if not keep or "swiglu" in s.recompute:
+        t.free("product by columns")
     if not keep:
-        t.free("gate and up")
+        t.free("gate and up", "mlp input by columns")
+
+
+def _cast_input(t: Tape, s: Sizes, name: str) -> None:
+    """What a column-parallel product in fp8 reads, and what backward will read where that is kept."""
+    t.make("input by rows", s.in_fp8(s.hidden))
+    if s.keeps_columns:
+        t.make(f"{name} by columns", s.in_fp8(s.hidden))
 
 
 def _row_output(t: Tape, s: Sizes, name: str) -> None:
@@ -198,12 +226,16 @@ def _mlp_backward(t: Tape, s: Sizes) -> None:
     if "mlp" in s.recompute:
         t.make("mlp input", s.slice)
         _mlp_forward(t, s, keep=True)
-        t.free("down", *(("mlp input",) if "norm" in s.recompute or s.keeps_gathered else ()))
+        t.free("down", *(("mlp input",) if "norm" in s.recompute or s.keeps_gathered or s.keeps_columns else ()))
     t.make("gathered gradient", s.gathered)
+    _cast_gradient_of_sum(t, s)
     if "swiglu" in s.recompute:
         t.make("product", s.ffn)
     t.make("product's gradient", s.ffn)
-    t.free("gathered gradient", "product")
+    t.free("gradient by rows")
+    t.make("gradient by columns", s.in_fp8(s.hidden))
+    t.make("product by columns", s.in_fp8(s.ffn))
+    t.free("gathered gradient", "gradient by columns", "product", "product by columns")
     t.make("projected gradient", s.gate_up)
     t.free("product's gradient", "gate and up")
     if "norm" in s.recompute:
@@ -216,10 +248,14 @@ def _attention_backward(t: Tape, s: Sizes) -> None:
     if "attention" in s.recompute:
         t.make("attention input", s.slice)
         _attention_forward(t, s, keep=True)
-        t.free("attended", *(("attention input",) if "norm" in s.recompute or s.keeps_gathered else ()))
+        given_up = "norm" in s.recompute or s.keeps_gathered or s.keeps_columns
+        t.free("attended", *(("attention input",) if given_up else ()))
     t.make("gathered gradient", s.gathered)
+    _cast_gradient_of_sum(t, s)
     t.make("attention output's gradient", s.query)
-    t.free("gathered gradient")
+    t.free("gradient by rows")
+    t.make("gradient by columns", s.in_fp8(s.hidden))
+    t.free("gathered gradient", "gradient by columns", "attention output by columns")
     if s.cp > 1:
         _context_backward(t, s)
     else:
@@ -293,15 +329,27 @@ def _parts_seen(s: Sizes) -> int:
 def _column_backward(t: Tape, s: Sizes, kept: str, gradient: str) -> None:
     """Of a column-parallel product: its input is gathered again beside the input gradient's product, or was kept so."""
     gathered = f"gathered {kept}"
+    casts = "gradient by rows", "gradient by columns", "input by columns", f"{kept} by columns"
+    for name in casts[:2]:
+        t.make(name, s.in_fp8(t.held[gradient]))
     if not s.keeps_gathered:
         t.make(gathered, s.gathered)
     t.make("input's gradient", s.hidden)
+    if not s.keeps_columns or "norm" in s.recompute:
+        t.make("input by columns", s.in_fp8(s.hidden))
     if s.sequence_parallel:
         t.make("normed gradient", s.slice)
         t.free(gathered, "input's gradient")
     else:
         t.rename("input's gradient", "normed gradient")
-    t.free(gradient, *(() if s.keeps_gathered else (kept,)))
+    t.free(gradient, *casts, *(() if s.keeps_gathered else (kept,)))
+
+
+def _cast_gradient_of_sum(t: Tape, s: Sizes) -> None:
+    """What a row-parallel product's input gradient reads in fp8; both ways at once where no slices travel."""
+    t.make("gradient by rows", s.in_fp8(s.hidden))
+    if s.keeps_columns:
+        t.make("gradient by columns", s.in_fp8(s.hidden))
 
 
 def _norm_backward(t: Tape, s: Sizes, source: str) -> None:
@@ -318,6 +366,16 @@ def _kept(t: Tape) -> dict[str, int]:
 
 def _put_off(s: Sizes) -> dict[str, int]:
     """Inputs and output gradients of a layer's four products, until its weight gradients are computed."""
+    if s.fp8:
+        inputs = s.in_fp8(s.hidden) if s.keeps_columns else s.column_input
+        of_sums = s.in_fp8(s.hidden) if s.keeps_columns else s.hidden
+        return {
+            "attention input": inputs,
+            "mlp input": inputs,
+            "attention output": s.in_fp8(s.query),
+            "product": s.in_fp8(s.ffn),
+            "output gradients": 2 * of_sums + s.in_fp8(s.qkv + s.gate_up),
+        }
     return {
         "attention input": s.column_input,
         "mlp input": s.column_input,

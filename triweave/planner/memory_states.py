@@ -85,6 +85,15 @@ def stage_units(spec: ModelSpec, layout: Layout, stage: int, a: Assumptions) -> 
     return units
 
 
+_PRODUCTS = 4
+"""Of a layer's parameters the first: the weights of its products."""
+
+
+def weight_casts(unit: ParameterUnit, a: Assumptions) -> int:
+    """Bytes of a unit's weights in fp8, one way; a rank keeps them both ways until the weights change."""
+    return sum(unit.shapes[:_PRODUCTS]) if a.fp8 and unit.name == "layer" else 0
+
+
 def data_parallel_size(layout: Layout) -> int:
     """Ranks among which a unit is cut and padded: those that hold the same parameters, or one shard group of them."""
     return layout.shard_ranks if layout.uses_shard_groups else layout.replicas
@@ -155,10 +164,13 @@ def shared_units(units: list[ParameterUnit], layout: Layout, stage: int, dtype: 
             for name, place in places.items()
         }
     overlap = _overlap(layout, stage, sizes)
+    # Freed with the weights that they were made of; by rows too in backward, where a product runs again.
+    once = int(layout.shard == "full")
+    again = 2 * once if {"attention", "mlp", "layer"} & set(layout.recompute) else once
     return {
         name: Unit(
-            gathered_weights=overlap.ahead_in_forward(place) * element,
-            gathered_again=overlap.ahead_in_backward(place) * element,
+            gathered_weights=overlap.ahead_in_forward(place) * element + once * weight_casts(order[place], a),
+            gathered_again=overlap.ahead_in_backward(place) * element + again * weight_casts(order[place], a),
             whole_gradients=sizes[place] * _FLOAT32,
             reducing=overlap.reducing(place) * _FLOAT32,
             still_reducing=overlap.still_reducing(place) * _FLOAT32,

@@ -50,6 +50,16 @@ class Sizes:
     recompute: frozenset[Recompute]
     offload: frozenset[Offload]
     gated: bool
+    fp8: bool = False
+
+    def in_fp8(self, size: int) -> int:
+        """The cast of a tensor of `size` bytes, one way; nothing where products are not in fp8."""
+        return size // self.element if self.fp8 else 0
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Whether backward has a column-parallel product's input as its cast by columns: where no slices travel."""
+        return self.fp8 and not self.sequence_parallel
 
     @property
     def gathered(self) -> int:
@@ -102,6 +112,7 @@ def sizes_of(spec: ModelSpec, layout: Layout, seq_len: int, dtype: str, assumpti
         recompute=frozenset(layout.recompute),
         offload=frozenset(layout.offload),
         gated=spec.gated_mlp,
+        fp8=assumptions.fp8,
     )
 
 

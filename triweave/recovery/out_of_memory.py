@@ -74,7 +74,9 @@ def what_would_fit(resolved: ResolvedRun) -> list[str]:
         run.train.global_batch,
         dtype=run.model.dtype,
         tp_across_nodes=run.layout.tp_across_nodes,
-        assumptions=replace(OURS, gpus_per_node=resolved.gpus_per_node, moments=run.optimizer.moments),
+        assumptions=replace(
+            OURS, gpus_per_node=resolved.gpus_per_node, moments=run.optimizer.moments, fp8=run.model.fp8
+        ),
     )
     candidate = price(request, resolved.layout)
     fullest = max(candidate.memory, key=lambda stage: stage.used_bytes)
