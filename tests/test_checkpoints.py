@@ -123,13 +123,12 @@ class TestLayouts:
             ("untied", Layout(dp=6, shard_group=2)),
             ("untied", Layout(cp=2, shard="full")),
             ("context", Layout(pp=2, dp=2)),
-            ("context", Layout(cp=4, shard="gradients")),
         ],
         ids=[
             *("one", "tp4", "pp4", "dp3-full", "vpp2", "tied-one", "tied-pp2-dp3"),
             *("uneven-dp6", "uneven-tp2-pp2", "vpp-pp4"),
             *("groups-of-3", "groups-tp2-dp3", "into-groups"),
-            *("cp2-full", "context-pp2-dp2", "context-cp4"),
+            *("cp2-full", "context-pp2-dp2"),
         ],
         indirect=["saved"],
     )
