@@ -12,7 +12,7 @@ from typing import Any
 from triweave.cluster import CATALOGUE, Cluster
 from triweave.config.validate import ResolvedRun
 from triweave.errors import InputError
-from triweave.planner.assumptions import OURS
+from triweave.planner.assumptions import OURS, Assumptions
 from triweave.planner.machine import Machine, Precision
 from triweave.planner.memory import StageMemory, predict_memory
 from triweave.planner.time_actions import action_costs
@@ -44,6 +44,12 @@ def run_identity(resolved: ResolvedRun) -> dict[str, Any]:
     return as_read
 
 
+def assumptions_of(resolved: ResolvedRun) -> Assumptions:
+    """The trainer's bookkeeping, as this run has it."""
+    run = resolved.run
+    return replace(OURS, gpus_per_node=resolved.gpus_per_node, moments=run.optimizer.moments, fp8=run.model.fp8)
+
+
 def stages_of(resolved: ResolvedRun) -> tuple[StageMemory, ...]:
     """The closed form for each pipeline rank."""
     return predict_memory(
@@ -52,12 +58,7 @@ def stages_of(resolved: ResolvedRun) -> tuple[StageMemory, ...]:
         seq_len=resolved.run.data.seq_len,
         num_micro_batches=resolved.num_micro_batches,
         dtype=resolved.run.model.dtype,
-        assumptions=replace(
-            OURS,
-            gpus_per_node=resolved.gpus_per_node,
-            moments=resolved.run.optimizer.moments,
-            fp8=resolved.run.model.fp8,
-        ),
+        assumptions=assumptions_of(resolved),
     )
 
 

@@ -85,7 +85,7 @@ def layer_block(s: Sizes, unit: Unit) -> Block:
     _layer_forward(f, s, keep=not whole)
     f.make("output", s.slice)
     f.free("down", "gathered weights", "gradients in flight")
-    if {"norm", "mlp", "layer"} & s.recompute or s.keeps_gathered or s.keeps_columns:
+    if {"norm", "mlp", "layer"} & s.recompute or not s.keeps_slice:
         f.free("mlp input")
     if whole:
         f.free("mlp residual")
@@ -97,7 +97,7 @@ def layer_block(s: Sizes, unit: Unit) -> Block:
     if whole:
         # Until the last product has kept its input: what comes after is not run again.
         _layer_forward(b, s, keep=True)
-        given_up = {"norm", "mlp"} & s.recompute or s.keeps_gathered or s.keeps_columns
+        given_up = {"norm", "mlp"} & s.recompute or not s.keeps_slice
         b.free("down", *(("mlp input",) if given_up else ()))
     _mlp_backward(b, s)
     _attention_backward(b, s)
@@ -150,7 +150,7 @@ def _layer_forward(t: Tape, s: Sizes, *, keep: bool) -> None:
     t.make("mlp residual", s.slice)
     t.make("mlp input", s.slice)
     t.free("attended")
-    if not keep or {"norm", "attention"} & s.recompute or s.keeps_gathered or s.keeps_columns:
+    if not keep or {"norm", "attention"} & s.recompute or not s.keeps_slice:
         t.free("attention input")
     _mlp_forward(t, s, keep=keep and "mlp" not in s.recompute)
     if "norm" in s.recompute:
@@ -226,7 +226,7 @@ def _mlp_backward(t: Tape, s: Sizes) -> None:
     if "mlp" in s.recompute:
         t.make("mlp input", s.slice)
         _mlp_forward(t, s, keep=True)
-        t.free("down", *(("mlp input",) if "norm" in s.recompute or s.keeps_gathered or s.keeps_columns else ()))
+        t.free("down", *(("mlp input",) if "norm" in s.recompute or not s.keeps_slice else ()))
     t.make("gathered gradient", s.gathered)
     _cast_gradient_of_sum(t, s)
     if "swiglu" in s.recompute:
@@ -248,7 +248,7 @@ def _attention_backward(t: Tape, s: Sizes) -> None:
     if "attention" in s.recompute:
         t.make("attention input", s.slice)
         _attention_forward(t, s, keep=True)
-        given_up = "norm" in s.recompute or s.keeps_gathered or s.keeps_columns
+        given_up = "norm" in s.recompute or not s.keeps_slice
         t.free("attended", *(("attention input",) if given_up else ()))
     t.make("gathered gradient", s.gathered)
     _cast_gradient_of_sum(t, s)

@@ -62,6 +62,11 @@ class Sizes:
         return self.fp8 and not self.sequence_parallel
 
     @property
+    def keeps_slice(self) -> bool:
+        """Whether backward has this rank's slice of that input, rather than a gathered copy or a cast."""
+        return not (self.keeps_gathered or self.keeps_columns)
+
+    @property
     def gathered(self) -> int:
         """A gathered copy of a slice: nothing without sequence parallelism, where the slice is the whole."""
         return self.hidden if self.sequence_parallel else 0

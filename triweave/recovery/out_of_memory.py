@@ -57,8 +57,8 @@ def write_snapshot(folder: Path, rank: int) -> Path:
 def what_would_fit(resolved: ResolvedRun) -> list[str]:
     """What the planner predicts of the layout, by component, and the nearest layouts that it says would fit."""
     from triweave.planner.answer import spell_layout
-    from triweave.planner.assumptions import OURS
     from triweave.planner.explain import why
+    from triweave.planner.forecast import assumptions_of
     from triweave.planner.request import SMALLER_MOMENTS, Request, price
     from triweave.planner.search import search
 
@@ -74,9 +74,7 @@ def what_would_fit(resolved: ResolvedRun) -> list[str]:
         run.train.global_batch,
         dtype=run.model.dtype,
         tp_across_nodes=run.layout.tp_across_nodes,
-        assumptions=replace(
-            OURS, gpus_per_node=resolved.gpus_per_node, moments=run.optimizer.moments, fp8=run.model.fp8
-        ),
+        assumptions=assumptions_of(resolved),
     )
     candidate = price(request, resolved.layout)
     fullest = max(candidate.memory, key=lambda stage: stage.used_bytes)
