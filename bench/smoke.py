@@ -1,8 +1,9 @@
-"""Every axis that two GPUs allow, and shard groups on four: `verify` in float32 and bfloat16, then some training.
+"""Every axis that two GPUs allow, and grids of four and eight: `verify` in float32 and bfloat16, then some training.
 
     python bench/smoke.py            # GPUs (NCCL), or CPU processes (gloo); writes runs/smoke.json
+    python bench/smoke.py --share    # all ranks on one GPU: results alone, for speeds mean nothing there
 
-Shard groups need four ranks; with two or three GPUs they are skipped, and that is said.
+What needs more GPUs than there are is skipped, and that is said.
 
 The model is a small random Llama; its documents are packed, so that variable-length attention runs too. For each
 layout: does it equal transformers, does its loss fall, how fast, how much memory. Last, the command line: the same
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from one_gpu import share_gpu
 from result_file import result_file
 
 from triweave.config.schema import (
@@ -73,6 +75,14 @@ LAYOUTS_OF_FOUR = {
     "dp4 gradients groups of 2": LayoutConfig(shard="gradients", shard_group=2),
     "dp4 full groups of 2": LayoutConfig(shard="full", shard_group=2),
 }
+LAYOUTS_OF_EIGHT = {
+    "tp2 pp2 dp2": LayoutConfig(tp=2, pp=2, shard="optimizer"),
+    "tp2 pp2 dp2 interleaved gradients": LayoutConfig(tp=2, pp=2, vpp=2, schedule="interleaved", shard="gradients"),
+    "tp4 pp2 zero-bubble": LayoutConfig(tp=4, pp=2, schedule="zero-bubble"),
+    "tp8 keep gathered": LayoutConfig(tp=8, keep_gathered=True),
+    "tp2 pp2 cp2": LayoutConfig(tp=2, pp=2, cp=2),
+    "tp2 dp4 full groups of 2": LayoutConfig(tp=2, shard="full", shard_group=2),
+}
 WHOLE = " whole"
 """Ends the names of layouts whose sequences are one document each: other kernels compute their attention."""
 
@@ -92,6 +102,7 @@ class Size(NamedTuple):
 
 
 LARGE = Size(2048, 5632, 8, 16, 8, seq_len=2048, documents=2000, longest=900)
+SHARED = Size(1024, 2816, 8, 16, 8, seq_len=1024, documents=800, longest=500)
 SMALL = Size(128, 256, 4, 4, 2, seq_len=128, documents=400, longest=120)
 
 
@@ -156,11 +167,15 @@ def run_for(
 
 
 def measure(
-    jobs: list[tuple[str, str, ResolvedRun]], prepared: dict[bool, PreparedData], out: Path, process: Process
+    jobs: list[tuple[str, str, ResolvedRun]],
+    prepared: dict[bool, PreparedData],
+    out: Path,
+    share: bool,
+    process: Process,
 ) -> int:
     """All layouts on this rank; the data is packed or not."""
     rows: list[dict[str, Any]] = []
-    device = choose_device(jobs[0][2].run.runtime, process)
+    device = share_gpu(process) if share else choose_device(jobs[0][2].run.runtime, process)
     with process_group(process, device, 300):
         for name, dtype, resolved in jobs:
             rows.append(
@@ -193,6 +208,7 @@ def measure_one(resolved: ResolvedRun, prepared: PreparedData, device: torch.dev
     name, worst = verdict.worst_gradient
     tokens = run.train.global_batch * run.data.seq_len
     return {
+        "slices": engine.tp.transport.name,
         "pass": verdict.passed,
         "first_difference": verdict.first_difference,
         "loss_relative": verdict.loss_error / verdict.reference_loss,
@@ -229,17 +245,18 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", help="layouts with these names, between commas; without the command line's part"
     )
+    parser.add_argument("--share", action="store_true", help="put all ranks on one GPU")
     options = parser.parse_args()
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    size = LARGE if torch.cuda.is_available() else SMALL
+    size = (SHARED if options.share else LARGE) if torch.cuda.is_available() else SMALL
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, documents = write_inputs(folder, size)
         by_ranks: dict[int, list[tuple[str, str, ResolvedRun]]] = {}
-        for num_ranks, layouts in ((2, LAYOUTS), (4, LAYOUTS_OF_FOUR)):
-            if torch.cuda.is_available() and torch.cuda.device_count() < num_ranks:
+        for num_ranks, layouts in ((2, LAYOUTS), (4, LAYOUTS_OF_FOUR), (8, LAYOUTS_OF_EIGHT)):
+            if not options.share and torch.cuda.is_available() and torch.cuda.device_count() < num_ranks:
                 print(f"skipped, for want of {num_ranks} GPUs: {', '.join(layouts)}", flush=True)
                 continue
             for layout_name, layout in layouts.items():
@@ -259,13 +276,13 @@ def main() -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         rows = []
         for num_ranks, of_ranks in by_ranks.items():
-            code = run_ranks(num_ranks, functools.partial(measure, of_ranks, prepared, options.out))
+            code = run_ranks(num_ranks, functools.partial(measure, of_ranks, prepared, options.out, options.share))
             if code:
                 return code
             rows += json.loads(options.out.read_text())
         exact = run_for(model, documents, folder, LAYOUTS["tp2"], "bfloat16", seq_len=size.seq_len)
         exact = replace(exact, runtime=RuntimeConfig(deterministic=True))
-        cli = {} if options.only else command_line(exact, folder)
+        cli = {} if options.only or options.share else command_line(exact, folder)
     options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows, "command_line": cli}, indent=1))
     for row in rows:
         print(
