@@ -102,7 +102,7 @@ class Size(NamedTuple):
 
 
 LARGE = Size(2048, 5632, 8, 16, 8, seq_len=2048, documents=2000, longest=900)
-SHARED = Size(1024, 2816, 8, 16, 8, seq_len=1024, documents=800, longest=500)
+SHARED = Size(1024, 2816, 4, 16, 8, seq_len=1024, documents=800, longest=500)
 SMALL = Size(128, 256, 4, 4, 2, seq_len=128, documents=400, longest=120)
 
 
@@ -263,7 +263,16 @@ def main() -> int:
                 if not options.only or layout_name in options.only.split(","):
                     for dtype in ("float32", "bfloat16"):
                         packing = not layout_name.endswith(WHOLE)
-                        run = run_for(model, documents, folder, layout, dtype, seq_len=size.seq_len, packing=packing)
+                        run = run_for(
+                            model,
+                            documents,
+                            folder,
+                            layout,
+                            dtype,
+                            seq_len=size.seq_len,
+                            steps=2 if options.share else 8,
+                            packing=packing,
+                        )
                         job = (layout_name, dtype, validate(run, world_size=num_ranks))
                         by_ranks.setdefault(num_ranks, []).append(job)
         if not by_ranks:
