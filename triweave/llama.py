@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from triweave.graphs.replay import LayerReplay, StageGraphs
 from triweave.groups import Group
 from triweave.layers.attention import Attention, AttentionKernel
 from triweave.layers.documents import Packed
@@ -74,8 +75,14 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = ResidualRMSNorm(spec.hidden_size, spec.rms_norm_eps, tp)
         self.mlp = SwiGLU(spec.hidden_size, spec.intermediate_size, tp, recompute="swiglu" in self.recompute, fp8=fp8)
 
-    def forward(self, x: Tensor, rotation: Rotation, documents: Packed | None) -> Tensor:
-        """`[seq/tp, batch, hidden]` to the same shape."""
+    def forward(
+        self, x: Tensor, rotation: Rotation, documents: Packed | None, replay: LayerReplay | None = None
+    ) -> Tensor:
+        """`[seq/tp, batch, hidden]` to the same shape, by `replay` where it is given."""
+        return self.compute(x, rotation, documents) if replay is None else replay(x)
+
+    def compute(self, x: Tensor, rotation: Rotation, documents: Packed | None) -> Tensor:
+        """The same, kernel by kernel."""
         block = partial(self._block, rotation=rotation, documents=documents)
         return self.offloader.layer(partial(self._whole, block), x)
 
@@ -181,6 +188,8 @@ class Stage(nn.Module):
         self.frequencies = frequencies
         self.offloader = offloader or Offloader()
         self.model = Decoder(spec, layout, stage, tp, kernel, cp=cp, fp8=fp8, offloader=self.offloader)
+        layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
+        self.graphs = StageGraphs(layers, frequencies)
         self.lm_head: ColumnParallelLinear | None = None
         if holds_head(layout, stage):
             self.lm_head = ColumnParallelLinear(spec.hidden_size, vocab_rows(spec.vocab_size, tp.size), tp)
@@ -203,8 +212,11 @@ class Stage(nn.Module):
             raise ValueError("only the first stage starts from tokens")
         rotation = make_rotation(self.frequencies, batch.positions, x.dtype)
         self.offloader.begin_stage()
-        for layer in self.model.layers.values():
-            x = layer(x, rotation, batch.documents)
+        slot = self.graphs.slot_for(x, rotation, packed=batch.documents is not None)
+        if slot is not None:
+            x = slot.take(x, rotation)
+        for number, layer in enumerate(self.model.layers.values()):
+            x = layer(x, rotation, batch.documents, None if slot is None else slot.layers[number])
         if self.lm_head is not None and self.model.norm is not None:
             x = self.lm_head(self.model.norm(x))
         return x

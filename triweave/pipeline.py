@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from triweave.gradients import WeightGradients, Work
+from triweave.graphs.rank import Graphs
 from triweave.groups import Groups
 from triweave.llama import Stage, StageInput
 from triweave.offload import LayerKept, Offloader
@@ -55,6 +56,7 @@ class Pipeline:
         begin: Callable[[Sequence[Action]], None],
         end_backward: Callable[[], None],
         offloader: Offloader | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         """Take a rank's stages.
 
@@ -67,6 +69,7 @@ class Pipeline:
             begin: called before each run, with all that this rank will do.
             end_backward: called when a stage's backward has left all its weight gradients.
             offloader: what the stages' layers move to host memory by.
+            graphs: what captures the stages' layers.
         """
         self.stages = stages
         self.groups = groups
@@ -76,6 +79,7 @@ class Pipeline:
         self.begin = begin
         self.end_backward = end_backward
         self.offloader = offloader or Offloader()
+        self.graphs = graphs or Graphs({}, weight_gradients, None)
         self.before_action: Callable[[Action | None], None] = lambda action: None
         """Told of each action before it computes, and of None after the last one: for who measures."""
         self.after_action: Callable[[Action], None] = lambda action: None
@@ -87,6 +91,8 @@ class Pipeline:
         Returns:
             Summed loss of the micro-batches (float32 scalar), unscaled; zero on ranks without the last stage.
         """
+        actions = schedule.ranks[self.groups.at.pp]
+        self.graphs.begin(actions, self.activation_shape, self.dtype, inputs[0].positions)
         return _Execution(self, schedule, inputs, loss, loss_scale).run()
 
     def evaluate(self, schedule: PipelineSchedule, inputs: Sequence[StageInput], loss: Loss) -> Tensor:

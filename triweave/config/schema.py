@@ -191,6 +191,8 @@ class RuntimeConfig:
     """Tensor-parallel communication behind products: `auto` where GPUs can copy from one another (the log says)."""
     overlap_dp: Literal["auto", "off"] = "auto"
     """Weights and gradients of replicas on one host copied from GPU to GPU, not by collectives, likewise."""
+    cuda_graphs: bool = False
+    """Issue each layer's passes as CUDA graphs from the second step on: for layers shorter than the host's time."""
     deterministic: bool = False
     """Use only kernels whose result does not depend on timing, in train, verify and check; slower."""
 

@@ -28,7 +28,7 @@ from triweave.training.engine import build_engine
 from triweave.training.step import train_step
 
 WARM_UP = 1
-"""Steps: the first one compiles kernels and makes the optimizer's moments."""
+"""Steps: the first one compiles kernels and makes the optimizer's moments. The second captures graphs, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,12 @@ def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Cloc
         times: list[float] = []
         spans: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
         rests: list[float] = []
-        for step in range(WARM_UP + steps):
+        warm_up = WARM_UP + resolved.run.runtime.cuda_graphs
+        for step in range(warm_up + steps):
             clock.start()
             loss, grad_norm = train_step(engine, batch, optimizer.learning_rate, optimizer.max_grad_norm)
             whole, actions = clock.stop()
-            if step < WARM_UP:
+            if step < warm_up:
                 continue
             times.append(whole)
             rests.append(whole - (actions[-1].end_s - actions[0].start_s))
@@ -117,7 +118,7 @@ def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Cloc
             step_s=median(times),
             actions={key: median(found) for key, found in spans.items()},
             rest_s=median(rests),
-            peak_allocated=torch.cuda.max_memory_allocated(device) if cuda else 0,
+            peak_allocated=torch.cuda.max_memory_allocated(device) + engine.pipeline.graphs.num_bytes if cuda else 0,
             peak_reserved=torch.cuda.max_memory_reserved(device) if cuda else 0,
             micro_batches=resolved.num_micro_batches,
             loss=loss,

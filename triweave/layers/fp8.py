@@ -125,10 +125,15 @@ class _Casts:
     amax: Tensor | None = None
     rows: Fp8Matrix | None = None
     columns: Fp8Matrix | None = None
+    are_held: bool = False
+    """Whether both stay where they are, of whatever values: graphs read them there."""
+    are_former: bool = False
+    """Whether they are of values that the weight has no more."""
 
 
 def weight_by_rows(weight: Tensor) -> Fp8Matrix:
     """`[out, in]`, cast at the first use since the weight changed."""
+    renew_casts(weight)
     casts = _casts_of(weight)
     if casts.rows is None:
         rows, _, inverse_scale = _cast(weight, VALUES, rows=True, amax=_weight_amax(weight, casts))
@@ -138,6 +143,7 @@ def weight_by_rows(weight: Tensor) -> Fp8Matrix:
 
 def weight_by_columns(weight: Tensor) -> Fp8Matrix:
     """`[in, out]`, cast at the first use since the weight changed."""
+    renew_casts(weight)
     casts = _casts_of(weight)
     if casts.columns is None:
         _, columns, inverse_scale = _cast(weight, VALUES, columns=True, amax=_weight_amax(weight, casts))
@@ -148,8 +154,35 @@ def weight_by_columns(weight: Tensor) -> Fp8Matrix:
 def forget_casts(weight: Tensor, *, changed: bool) -> None:
     """Free what `weight` is in fp8: it was freed itself, or has `changed`. Does nothing where there is none."""
     casts: _Casts | None = getattr(weight, "fp8", None)
-    if casts is not None:
+    if casts is None:
+        return
+    if casts.are_held:
+        casts.are_former |= changed
+    else:
         weight.fp8 = _Casts() if changed else _Casts(casts.amax)  # type: ignore[attr-defined]
+
+
+def hold_casts(weight: Tensor) -> None:
+    """Have both casts of `weight` stay where they are from now on. Does nothing where it was never cast."""
+    casts: _Casts | None = getattr(weight, "fp8", None)
+    if casts is not None:
+        weight_by_rows(weight)
+        weight_by_columns(weight)
+        casts.are_held = True
+
+
+def renew_casts(weight: Tensor) -> None:
+    """Where casts are held and `weight` has changed, write those of its values in their place."""
+    casts: _Casts | None = getattr(weight, "fp8", None)
+    if casts is None or not casts.are_former:
+        return
+    casts.are_former = False
+    casts.amax = None
+    for held, cast in ((casts.rows, by_rows), (casts.columns, by_columns)):
+        if held is not None:
+            made = cast(weight, VALUES, _weight_amax(weight, casts))
+            held.values.copy_(made.values)
+            held.inverse_scale.copy_(made.inverse_scale)
 
 
 def _casts_of(weight: Tensor) -> _Casts:

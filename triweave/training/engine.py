@@ -13,6 +13,9 @@ import torch
 from triweave.config.validate import ResolvedRun
 from triweave.errors import InputError, Problem
 from triweave.gradients import WeightGradients
+from triweave.graphs.capture import Capture
+from triweave.graphs.cuda import CudaCapture
+from triweave.graphs.rank import Graphs
 from triweave.groups import Groups, make_groups
 from triweave.layers.attention import AttentionKernel, choose_kernel
 from triweave.layers.rotary import inverse_frequencies
@@ -34,6 +37,7 @@ from triweave.training.weights import draw_weights, load_weights
 from triweave.transport.buffers import Memory
 from triweave.transport.choose import ChooseTransport, choose_memory, choose_transport
 from triweave.transport.copy_engine import CopyEngines
+from triweave.transport.interface import Transport
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -64,7 +68,7 @@ class Engine:
         exchanged = 0
         if isinstance(transport, CopyEngines):
             exchanged = exchange_bytes(self.tp.size, transport.received[self.tp.rank].nbytes)
-        return exchanged + self.sharding.memory.unseen_bytes
+        return exchanged + self.sharding.memory.unseen_bytes + self.pipeline.graphs.num_bytes
 
 
 def build_engine(
@@ -72,11 +76,13 @@ def build_engine(
     device: torch.device,
     fill: Callable[[list[Unit]], None] | None = None,
     transport_for: ChooseTransport = choose_transport,
+    capture_for: Callable[[torch.device, Transport], Capture | None] | None = None,
 ) -> Engine:
     """Build this rank's part of the run, with its first weights in place. All ranks call it together.
 
     `fill` gives the units their first weights where they are not to be those that the run file names;
-    `transport_for` says what carries slices where that cannot be asked of the machine.
+    `transport_for` says what carries slices where that cannot be asked of the machine, `capture_for` what captures
+    graphs where that is not CUDA.
     """
     run, spec, layout = resolved.run, resolved.spec, resolved.layout
     if run.model.fp8:
@@ -111,6 +117,7 @@ def build_engine(
     if layout.replicas > 1:
         for number, stage in stages.items():
             sharding.follow(number, uses_of(stage, units), tp.weight_gradients)
+    capture = (capture_for or cuda_capture)(device, transport) if run.runtime.cuda_graphs else None
     pipeline = Pipeline(
         stages,
         groups,
@@ -120,9 +127,15 @@ def build_engine(
         sharding.begin,
         sharding.end_backward,
         offloader,
+        Graphs({number: stage.graphs for number, stage in stages.items()}, tp.weight_gradients, capture),
     )
     optimizer = ShardedAdamW(units, run.optimizer)
     return Engine(spec, layout, groups, kernel, tp, stages, sharding, pipeline, schedule, optimizer, offloader)
+
+
+def cuda_capture(device: torch.device, transport: Transport) -> Capture | None:
+    """What captures graphs on `device`; None where there are none."""
+    return CudaCapture(device, transport.settle) if device.type == "cuda" else None
 
 
 def check_fp8(device: torch.device) -> None:

@@ -116,7 +116,7 @@ def _look(engine: Engine, batch: Batch, micro_batch: int, names: Sequence[str]) 
             if (inside := unit.in_shard(segment.start, segment.stop)) is not None:
                 see(0, segment.piece.name, unit.master[inside])
     engine.sharding.zero_gradients()
-    with _seeing(engine, see):
+    with engine.pipeline.graphs.paused(), _seeing(engine, see):
         engine.pipeline.train(
             only(engine.schedule, micro_batch), batch.inputs, loss_of(engine, batch), 1 / batch.trained_tokens
         )

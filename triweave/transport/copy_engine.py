@@ -169,6 +169,20 @@ class CopyEngines:
         own, *others = self.pieces(tokens[0] // self.group.size * tokens[1], moved, other)
         return CopyScattering((*others, own), self, self.cuda.current_stream())
 
+    def settle(self) -> None:
+        """See `Transport`. All flags are down then, and peers have been told what they wait for."""
+        if not self.owes_free and self.num_settled == self.num_gathers:
+            return
+        products = self.cuda.current_stream()
+        if self.owes_free:
+            self.owes_free = False
+            self.follow(products)
+            self.flags.run(self.signals.summed, self.stream.cuda_stream)
+        last = self.mark(self.stream)
+        products.wait_event(last)
+        self.spare.append(last)
+        self.num_settled = self.num_gathers
+
     def pieces(self, slice_tokens: int, moved: int, other: int) -> tuple[range, ...]:
         """How a product is cut, if it is worth it; `other` is 0 for rows that no product reads in pieces."""
         key = slice_tokens, moved, other

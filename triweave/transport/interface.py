@@ -77,3 +77,7 @@ class Transport(Protocol):
             other: features on the other side of the product that makes it.
         """
         ...
+
+    def settle(self) -> None:
+        """Have the current stream wait for all that is still under way on others, when no gather or scatter is."""
+        ...

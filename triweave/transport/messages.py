@@ -41,6 +41,9 @@ class Messages:
         own, *others = pieces(group.size, group.rank, tokens[0] // group.size * tokens[1])
         return MessageScattering((*others, own), group)
 
+    def settle(self) -> None:
+        """See `Transport`: what was finished leaves nothing under way."""
+
 
 def _send(x: Tensor, peer: int, group: Group) -> dist.Work:
     return _started(dist.isend(x, group.ranks[peer], group=group.handle))

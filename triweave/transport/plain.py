@@ -39,6 +39,9 @@ class Collectives:
         """Types: partial -> shard(0) with sequence parallelism, else partial -> replicate. See `Transport`."""
         return WholeScattering(self._pieces, self)
 
+    def settle(self) -> None:
+        """See `Transport`: what was finished leaves nothing under way."""
+
     @property
     def _pieces(self) -> tuple[range, ...]:
         return (range(self.group.size if self.sequence_parallel else 1),)

@@ -1,0 +1,101 @@
+"""Capture by CUDA. torch's allocator gives each slot a pool of its own, which stays as long as its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triweave.graphs.replay import Replay
+
+
+@dataclass(slots=True)
+class CudaCapture:
+    """Captures on a stream of its own."""
+
+    device: torch.device
+    settle: Callable[[], None]
+    """Ends what is under way on other streams: a graph begins and ends with nothing under way."""
+    stream: torch.cuda.Stream = field(init=False)
+    pools: list[CudaPool] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Make the stream."""
+        self.stream = torch.cuda.Stream(self.device)
+
+    def pool(self) -> CudaPool:
+        """See `Capture`."""
+        self.pools.append(CudaPool(self, torch.cuda.graph_pool_handle()))
+        return self.pools[-1]
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """See `Capture`. cuBLAS has a workspace for each stream and thread, which is not to lie in a pool."""
+        self.settle()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            work()
+            self.settle()
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        # What the first step took of the driver and does not need now makes room for the pools.
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Capture`."""
+        ours = {pool.handle for pool in self.pools}
+        segments = torch.cuda.memory_snapshot() if ours else []
+        return sum(
+            segment["total_size"] - segment["allocated_size"]
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) in ours
+        )
+
+
+@dataclass(slots=True)
+class CudaPool:
+    """Memory of one slot, and the graphs that use it."""
+
+    parent: CudaCapture
+    handle: Any
+    """torch's word for the pool."""
+    graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+
+    def capture(self, work: Callable[[], Tensor | None]) -> tuple[Tensor | None, Replay]:
+        """See `Pool`. Other threads go on meanwhile: they may ask the driver what a capture forbids."""
+        settle, graph = self.parent.settle, torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.parent.stream):
+            settle()
+            graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            try:
+                made = work()
+                settle()
+            finally:
+                graph.capture_end()
+        self.graphs.append(graph)
+
+        def replay() -> None:
+            settle()
+            graph.replay()
+
+        return made, replay
+
+    def address(self, tensor: Tensor) -> Tensor:
+        """See `Pool`."""
+        there: Tensor = torch.as_tensor(_Bytes(tensor), device=tensor.device)
+        return there.view(tensor.dtype).view(tensor.shape)
+
+
+class _Bytes:
+    """Bytes of a tensor by their address, as `torch.as_tensor` takes them. It holds nothing."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
