@@ -20,12 +20,14 @@ from triweave.config.schema import RuntimeConfig
 class Pool:
     """Of one slot."""
 
-    reuses: bool
+    parent: Rerun
     replays: int = 0
     used_up: list[Tensor] = field(default_factory=list)
 
     def capture(self, work: Callable[[], Tensor | None]) -> tuple[Tensor | None, Callable[[], None]]:
         """Does the work for real: whatever it leaves behind is to be forgotten, as a capture leaves nothing."""
+        # A capture repeats what was decided on the host while it was made: to overwrite a sum would be wrong next time.
+        assert not any(getattr(parameter, "main_grad_is_former", False) for parameter in self.parent.parameters)
         made = work()
 
         def replay() -> None:
@@ -38,7 +40,7 @@ class Pool:
             if made is not None and fresh is not None:
                 made.detach().copy_(fresh.detach())
                 # What forward gives is kept until its own backward; a gradient is gone when the next pass is over.
-                self.used_up += [made] if self.reuses and not made.requires_grad else []
+                self.used_up += [made] if self.parent.reuses and not made.requires_grad else []
 
         return made, replay
 
@@ -54,12 +56,14 @@ class Rerun:
     reuses: bool = True
     """Whether memory that a backward has used up is given to what comes next, as CUDA's pools do; a weight half that
     comes later reads it still."""
+    parameters: list[Tensor] = field(default_factory=list)
+    """Of the layers that are captured."""
     pools: list[Pool] = field(default_factory=list)
     num_bytes: int = 0
 
     def pool(self) -> Pool:
         """A new one."""
-        self.pools.append(Pool(self.reuses))
+        self.pools.append(Pool(self))
         return self.pools[-1]
 
     def warm_up(self, work: Callable[[], object]) -> None:
@@ -75,7 +79,10 @@ def graphs(capture: Rerun) -> Iterator[None]:
     def build(resolved: SimpleNamespace, *rest: Any) -> Any:
         run = replace(resolved.run, runtime=RuntimeConfig(cuda_graphs=True))
         resolved = SimpleNamespace(**{**vars(resolved), "run": run})
-        return make(resolved, *rest, capture_for=lambda device, transport: capture)
+        engine = make(resolved, *rest, capture_for=lambda device, transport: capture)
+        for stage in engine.stages.values():
+            capture.parameters += [parameter for layer in stage.graphs.layers for parameter in layer.parameters()]
+        return engine
 
     with patch.object(parity, "build_engine", build):
         yield

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from triweave.gradients import WeightGradients, begin_sum
+from triweave.gradients import WeightGradients, begin_sum, main_grad
 from triweave.graphs.capture import Capture, capture_slot
 from triweave.graphs.replay import StageGraphs
 from triweave.layers.fp8 import hold_casts
@@ -97,6 +97,8 @@ class Graphs:
         for parameter in parameters:
             hold_casts(parameter)
         capture.warm_up(once)
+        for parameter in parameters:
+            main_grad(parameter)  # what overwrites a former sum while it is captured would do so always
         shared = place()
         for _ in range(count):
             # The weight half reads the gradient too, when another micro-batch may have put its own there.
