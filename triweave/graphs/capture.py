@@ -64,6 +64,7 @@ def capture_slot(
         weight_gradients: where the layers submit weight gradients.
         split: whether the schedule has a weight half.
     """
+    places = x, grad_y
     passes = [_Passes(layer, pool, weight_gradients) for layer in layers]
     for one in passes:
         x = one.forward(x, rotation)
@@ -72,7 +73,7 @@ def capture_slot(
     if split:
         for one in reversed(passes):
             one.weights()
-    return Slot(rotation, [one.replay(is_first=one is passes[0]) for one in passes])
+    return Slot(places, rotation, [one.replay(is_first=one is passes[0]) for one in passes])
 
 
 class _Passes:

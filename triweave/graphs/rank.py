@@ -56,9 +56,45 @@ class Graphs:
         if not self._is_warm:
             self._is_warm = True
             return
+        rotations = {
+            number: make_rotation(stage.frequencies, positions, dtype) for number, stage in self._stages.items()
+        }
+        layers = [layer for stage in self._stages.values() for layer in stage.layers]
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+
+        def place() -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=positions.device)
+
+        def once() -> None:
+            x, rotation = place().requires_grad_(), next(iter(rotations.values()))
+            torch.autograd.grad(layers[0].compute(x, rotation, None), x, place())
+
+        for parameter in parameters:
+            hold_casts(parameter)
+        self._capture.warm_up(once)
+        for parameter in parameters:
+            main_grad(parameter)  # what overwrites a former sum while it is captured would do so always
         split = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
+        # A weight half reads the gradient too, when another micro-batch may have put its own there.
+        shared = None if split else place()
         for number, count in most_in_flight(actions).items():
-            self._capture_stage(self._capture, self._stages[number], count, shape, dtype, positions, split=split)
+            stage, own = self._stages[number], rotations[number]
+            for _ in range(count):
+                rotation = Rotation(own.cos.clone(), own.sin.clone())
+                grad_y = place() if shared is None else shared
+                stage.slots.append(
+                    capture_slot(
+                        stage.layers,
+                        self._capture.pool(),
+                        place(),
+                        grad_y,
+                        rotation,
+                        self._weight_gradients,
+                        split=split,
+                    )
+                )
+        for parameter in parameters:
+            begin_sum(parameter)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -70,46 +106,6 @@ class Graphs:
         finally:
             for stage in self._stages.values():
                 stage.are_paused = False
-
-    def _capture_stage(
-        self,
-        capture: Capture,
-        stage: StageGraphs,
-        count: int,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        positions: Tensor,
-        *,
-        split: bool,
-    ) -> None:
-        parameters = [parameter for layer in stage.layers for parameter in layer.parameters()]
-
-        def place() -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=positions.device)
-
-        def rotation() -> Rotation:
-            return make_rotation(stage.frequencies, positions, dtype)
-
-        def once() -> None:
-            x = place().requires_grad_()
-            torch.autograd.grad((stage.layers[0].compute(x, rotation(), None),), x, place())
-
-        for parameter in parameters:
-            hold_casts(parameter)
-        capture.warm_up(once)
-        for parameter in parameters:
-            main_grad(parameter)  # what overwrites a former sum while it is captured would do so always
-        shared = place()
-        for _ in range(count):
-            # The weight half reads the gradient too, when another micro-batch may have put its own there.
-            grad_y = place() if split else shared
-            stage.slots.append(
-                capture_slot(
-                    stage.layers, capture.pool(), place(), grad_y, rotation(), self._weight_gradients, split=split
-                )
-            )
-        for parameter in parameters:
-            begin_sum(parameter)
 
 
 def most_in_flight(actions: Sequence[Action]) -> Mapping[int, int]:

@@ -107,6 +107,8 @@ def _put(value: Tensor, place: Tensor) -> None:
 class Slot:
     """One micro-batch in flight of one stage."""
 
+    places: tuple[Tensor, Tensor]
+    """Where the input of the first layer is put, and the gradient of the last one's output: held here alone."""
     rotation: Rotation
     """Where its graphs read it."""
     layers: Sequence[LayerReplay]
