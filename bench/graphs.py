@@ -62,14 +62,16 @@ class Case:
         spec = self.model if isinstance(self.model, ModelSpec) else find_model(self.model)
         if shrink > 1:
             spec = replace(SMALL, num_hidden_layers=2 * self.layout.num_stages)
-        layout = replace(self.layout, layers=even_layers(spec.num_hidden_layers, self.layout.num_stages))
+        layout = replace(
+            self.layout, cuda_graphs=graphs, layers=even_layers(spec.num_hidden_layers, self.layout.num_stages)
+        )
         batch = self.micro_batches * layout.micro_batch * layout.dp
         run = Run(
             model=ModelConfig(path="", weights="random", fp8=self.fp8, dtype=self.dtype),
             data=DataConfig(train=("",), seq_len=self.seq // shrink, packing=False),
             optimizer=OptimizerConfig(learning_rate=1e-4),
             train=TrainConfig(global_batch=batch, steps=1),
-            runtime=RuntimeConfig(cuda_graphs=graphs, deterministic=exact),
+            runtime=RuntimeConfig(deterministic=exact),
         )
         return ResolvedRun(run, spec, layout, parse_cluster("4x8xh200-141gb"), self.micro_batches, 8)
 
@@ -86,8 +88,6 @@ BITS = {
     "dp2 optimizer": Case(SMALL, Layout(dp=2, shard="optimizer"), 512, 4),
     "tp2": Case(SMALL, Layout(tp=2), 512, 4),
     "tp2 keep gathered fp8": Case(SMALL, Layout(tp=2, keep_gathered=True), 512, 4, fp8=True),
-    "tp2 no sequence parallel": Case(SMALL, Layout(tp=2, sequence_parallel=False), 512, 4),
-    "cp2": Case(SMALL, Layout(cp=2), 512, 4),
     "tp2 pp2 dp2 zero-bubble": Case(SMALL, Layout(tp=2, pp=2, dp=2, schedule="zero-bubble"), 512, 4),
 }
 RANK = Layout(tp=8, pp=4)

@@ -13,8 +13,6 @@ import parity
 import torch
 from torch import Tensor
 
-from triweave.config.schema import RuntimeConfig
-
 
 @dataclass
 class Pool:
@@ -77,8 +75,8 @@ def graphs(capture: Rerun) -> Iterator[None]:
     make = parity.build_engine
 
     def build(resolved: SimpleNamespace, *rest: Any) -> Any:
-        run = replace(resolved.run, runtime=RuntimeConfig(cuda_graphs=True))
-        resolved = SimpleNamespace(**{**vars(resolved), "run": run})
+        layout = replace(resolved.layout, cuda_graphs=True)
+        resolved = SimpleNamespace(**{**vars(resolved), "layout": layout})
         engine = make(resolved, *rest, capture_for=lambda device, transport: capture)
         for stage in engine.stages.values():
             capture.parameters += [parameter for layer in stage.graphs.layers for parameter in layer.parameters()]

@@ -42,6 +42,7 @@ LAYOUT_KEYS = {
     "recompute",
     "sequence_parallel",
     "keep_gathered",
+    "cuda_graphs",
     "offload",
     "layers",
 }

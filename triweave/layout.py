@@ -60,6 +60,8 @@ class Layout:
     offload: tuple[Offload, ...] = ()
     """What waits in host memory between forward and backward: what `recompute` would make again under the same name, or
     all that a layer keeps (`layer`), its input included."""
+    cuda_graphs: bool = False
+    """Issue each pass of a layer in one call; each micro-batch in flight has memory of its own for it."""
     layers: tuple[int, ...] = ()
     """Decoder layers of each virtual stage, in model order; its length is pp x vpp."""
 

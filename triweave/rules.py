@@ -64,7 +64,7 @@ def grid_problems(layout: Layout, *, world_size: int | None, global_batch: int) 
     # With a wrong grid dp is not settled, and what is told about the batch would be about another one.
     batch = [] if grid else list(_batch(layout, global_batch))
     shards = [] if grid else list(_shard_group(layout))
-    return [*grid, *_schedule(layout), *batch, *shards, *_recompute(layout), *_offload(layout)]
+    return [*grid, *_schedule(layout), *batch, *shards, *_recompute(layout), *_offload(layout), *_graphs(layout)]
 
 
 def model_problems(
@@ -239,6 +239,22 @@ def _offload(layout: Layout) -> Iterator[Problem]:
         rule = f"{made_again[0]} is computed again (recompute: [{', '.join(again)}]): nothing is kept that could wait"
         rest = [kind for kind in once if kind not in made_again]
         yield Problem("layout.offload", shown, rule, f"[{', '.join(rest)}]")
+
+
+def _graphs(layout: Layout) -> Iterator[Problem]:
+    """A graph reads and writes where it did when it was captured, and waits for nobody but copy engines."""
+    if not layout.cuda_graphs:
+        return
+    rules = []
+    if layout.replicas > 1 and layout.shard in ("gradients", "full"):
+        rules.append(f"graphs need whole sums of gradients that stay where they are, and shard is {layout.shard}")
+    if layout.offload:
+        rules.append(f"graphs need what a layer keeps where it is, and offload: [{', '.join(layout.offload)}] moves it")
+    if layout.cp > 1:
+        rules.append(f"graphs hold no collectives, and cp = {layout.cp} ranks gather keys by them")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        rules.append(f"graphs hold no collectives, and tp = {layout.tp} without sequence_parallel sums by them")
+    yield from (Problem("layout.cuda_graphs", "true", rule, "false") for rule in rules)
 
 
 def even_problems(spec: ModelSpec, layout: Layout) -> list[Problem]:

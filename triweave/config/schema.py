@@ -59,6 +59,8 @@ class LayoutConfig:
     """What backward computes again instead of keeping: norm, swiglu, attention, mlp (swiglu included), layer (all)."""
     offload: tuple[Offload, ...] = ()
     """What waits in host memory from forward to backward: what attention or mlp keep, or a layer (input too)."""
+    cuda_graphs: bool = False
+    """Issue each pass of a layer as one CUDA graph: for micro-batches so small that the GPU waits for its host."""
     layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
     """Layers of each (virtual) stage: `even`, `balanced` (weighs the head), or the numbers in model order."""
     tp_across_nodes: bool = False
@@ -191,8 +193,6 @@ class RuntimeConfig:
     """Tensor-parallel communication behind products: `auto` where GPUs can copy from one another (the log says)."""
     overlap_dp: Literal["auto", "off"] = "auto"
     """Weights and gradients of replicas on one host copied from GPU to GPU, not by collectives, likewise."""
-    cuda_graphs: bool = False
-    """Issue each layer's passes as CUDA graphs from the second step on: for layers shorter than the host's time."""
     deterministic: bool = False
     """Use only kernels whose result does not depend on timing, in train, verify and check; slower."""
 

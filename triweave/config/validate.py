@@ -158,6 +158,7 @@ def layout_of(config: LayoutConfig, world_size: int | None) -> Layout:
         shard_group=config.shard_group,
         recompute=config.recompute,
         offload=config.offload,
+        cuda_graphs=config.cuda_graphs,
     )
 
 

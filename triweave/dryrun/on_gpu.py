@@ -101,7 +101,7 @@ def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Cloc
         times: list[float] = []
         spans: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
         rests: list[float] = []
-        warm_up = WARM_UP + resolved.run.runtime.cuda_graphs
+        warm_up = WARM_UP + resolved.layout.cuda_graphs
         for step in range(warm_up + steps):
             clock.start()
             loss, grad_norm = train_step(engine, batch, optimizer.learning_rate, optimizer.max_grad_norm)

@@ -92,6 +92,8 @@ def export(resolved: ResolvedRun, cluster: Cluster) -> Exported:
     }
     if layout.keeps_gathered:
         left_out.append("layout.keep_gathered: Megatron always gathers a second time in backward.")
+    if layout.cuda_graphs:
+        left_out.append("layout.cuda_graphs: Megatron's graphs (--cuda-graph-impl) ask for settings of their own.")
     shown = tuple(Group(name, tuple(arguments)) for name, arguments in groups.items() if arguments)
     return Exported(shown, tuple(left_out))
 

@@ -106,6 +106,7 @@ def layout_json(layout: Layout) -> dict[str, Any]:
         "offload": list(layout.offload),
         "sequence_parallel": layout.sequence_parallel,
         "keep_gathered": layout.keep_gathered,
+        "cuda_graphs": layout.cuda_graphs,
         "layers": list(layout.layers),
     }
 
@@ -119,6 +120,8 @@ def spell_layout(layout: Layout) -> str:
         parts.append("recompute " + " ".join(layout.recompute))
     if layout.offload:
         parts.append("offload " + " ".join(layout.offload))
+    if layout.cuda_graphs:
+        parts.append("CUDA graphs")
     if len(set(layout.layers)) > 1:
         parts.append("layers " + _runs(layout.layers))
     return ", ".join(parts)

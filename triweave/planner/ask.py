@@ -149,6 +149,7 @@ def run_file_text(request: Request, layout: Layout) -> str:
             shard_group=layout.shard_group,
             recompute=layout.recompute,
             offload=layout.offload,
+            cuda_graphs=layout.cuda_graphs,
             tp_across_nodes=layout.tp > request.cluster.gpus_per_node,
             layers="even" if even else layers,
         ),

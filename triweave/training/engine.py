@@ -117,7 +117,7 @@ def build_engine(
     if layout.replicas > 1:
         for number, stage in stages.items():
             sharding.follow(number, uses_of(stage, units), tp.weight_gradients)
-    capture = (capture_for or cuda_capture)(device, transport) if run.runtime.cuda_graphs else None
+    capture = (capture_for or cuda_capture)(device, transport) if layout.cuda_graphs else None
     pipeline = Pipeline(
         stages,
         groups,
@@ -134,8 +134,9 @@ def build_engine(
 
 
 def cuda_capture(device: torch.device, transport: Transport) -> Capture | None:
-    """What captures graphs on `device`; None where there are none."""
-    return CudaCapture(device, transport.settle) if device.type == "cuda" else None
+    """What captures graphs on `device`; None where nothing can."""
+    able = device.type == "cuda" and transport.is_capturable
+    return CudaCapture(device, transport.settle) if able else None
 
 
 def check_fp8(device: torch.device) -> None:

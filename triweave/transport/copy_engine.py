@@ -169,6 +169,11 @@ class CopyEngines:
         own, *others = self.pieces(tokens[0] // self.group.size * tokens[1], moved, other)
         return CopyScattering((*others, own), self, self.cuda.current_stream())
 
+    @property
+    def is_capturable(self) -> bool:
+        """See `Transport`: flags have no state on the host."""
+        return True
+
     def settle(self) -> None:
         """See `Transport`. All flags are down then, and peers have been told what they wait for."""
         if not self.owes_free and self.num_settled == self.num_gathers:

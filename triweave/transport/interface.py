@@ -78,6 +78,11 @@ class Transport(Protocol):
         """
         ...
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether all that it asks of the GPU may be part of a CUDA graph."""
+        ...
+
     def settle(self) -> None:
         """Have the current stream wait for all that is still under way on others, when no gather or scatter is."""
         ...

@@ -41,6 +41,11 @@ class Messages:
         own, *others = pieces(group.size, group.rank, tokens[0] // group.size * tokens[1])
         return MessageScattering((*others, own), group)
 
+    @property
+    def is_capturable(self) -> bool:
+        """See `Transport`. Collectives in graphs were not tried on several GPUs."""
+        return self.group.size == 1
+
     def settle(self) -> None:
         """See `Transport`: what was finished leaves nothing under way."""
 

@@ -39,6 +39,11 @@ class Collectives:
         """Types: partial -> shard(0) with sequence parallelism, else partial -> replicate. See `Transport`."""
         return WholeScattering(self._pieces, self)
 
+    @property
+    def is_capturable(self) -> bool:
+        """See `Transport`. Collectives in graphs were not tried on several GPUs."""
+        return self.group.size == 1
+
     def settle(self) -> None:
         """See `Transport`: what was finished leaves nothing under way."""
 
