@@ -56,6 +56,7 @@ class Case:
     fp8: bool = False
     dtype: str = "bfloat16"
     rank: int = 0
+    packed: bool = False
 
     def resolved(self, *, graphs: bool, exact: bool = False, shrink: int = 1) -> ResolvedRun:
         """As the engine takes it."""
@@ -68,7 +69,7 @@ class Case:
         batch = self.micro_batches * layout.micro_batch * layout.dp
         run = Run(
             model=ModelConfig(path="", weights="random", fp8=self.fp8, dtype=self.dtype),
-            data=DataConfig(train=("",), seq_len=self.seq // shrink, packing=False),
+            data=DataConfig(train=("",), seq_len=self.seq // shrink, packing=self.packed),
             optimizer=OptimizerConfig(learning_rate=1e-4),
             train=TrainConfig(global_batch=batch, steps=1),
             runtime=RuntimeConfig(deterministic=exact),
@@ -82,6 +83,8 @@ BITS = {
     "one fp8": Case(SMALL, Layout(), 512, 4, fp8=True),
     "one recompute layer": Case(SMALL, Layout(recompute=("layer",)), 512, 4),
     "one recompute parts fp8": Case(SMALL, Layout(recompute=("norm", "swiglu", "attention")), 512, 4, fp8=True),
+    "one packed": Case(SMALL, Layout(micro_batch=2), 512, 4, packed=True),
+    "one packed float32": Case(SMALL, Layout(), 512, 4, dtype="float32", packed=True),
     "pp2": Case(SMALL, Layout(pp=2), 512, 4),
     "pp2 zero-bubble": Case(SMALL, Layout(pp=2, schedule="zero-bubble"), 512, 4),
     "pp2 interleaved fp8": Case(SMALL, Layout(pp=2, vpp=2, schedule="interleaved"), 512, 4, fp8=True),
@@ -107,6 +110,10 @@ REAL = {
     "1B 4096 fp8": Case("meta-llama/Llama-3.2-1B", Layout(), 4096, 8, fp8=True),
     "3B 2048": Case("meta-llama/Llama-3.2-3B", Layout(), 2048, 8),
     "8B 2048": Case("meta-llama/Llama-3.1-8B", Layout(), 2048, 8),
+    "70B rank 4096 packed": Case("meta-llama/Llama-3.1-70B", RANK, 4096, 8, rank=MIDDLE, packed=True),
+    "70B rank 4096 zero-bubble fp8": Case(
+        "meta-llama/Llama-3.1-70B", replace(RANK, schedule="zero-bubble"), 4096, 8, fp8=True, rank=MIDDLE
+    ),
     "70B rank 8192": Case("meta-llama/Llama-3.1-70B", RANK, 8192, 8, rank=MIDDLE),
 }
 

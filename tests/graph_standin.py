@@ -68,6 +68,9 @@ class Rerun:
         """Do it."""
         work()
 
+    def finish(self) -> None:
+        """Nothing."""
+
 
 @contextmanager
 def graphs(capture: Rerun) -> Iterator[None]:

@@ -56,6 +56,8 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "fp8": (Layout(tp=2), {"dtype": "bfloat16", "fp8": True}),
     "fp8-alone": (Layout(recompute=("swiglu",)), {"dtype": "bfloat16", "fp8": True}),
     "tp4-pieces": (Layout(tp=4), {"how": in_pieces}),
+    "packed": (Layout(micro_batch=2), {"packed": True}),
+    "packed-zero-bubble": (Layout(tp=2, pp=2, schedule="zero-bubble"), {"packed": True}),
     "gpipe": (Layout(pp=2, schedule="gpipe"), {}),
     "pp4": (Layout(pp=4, recompute=("layer",)), {}),
     "interleaved": (Layout(tp=2, pp=2, vpp=2, schedule="interleaved", recompute=("norm", "attention")), {}),
@@ -70,9 +72,9 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 def test_graphs_change_no_bit(ranks: Ranks, tmp_path: Path, layout: Layout, rest: dict[str, Any]) -> None:
     """Losses, gradients and weights of three steps are those without graphs; from the second on all is replayed."""
     rest = dict(rest)
-    how = rest.pop("how", nullcontext)
+    how, packed = rest.pop("how", nullcontext), rest.pop("packed", False)
     folder = tiny_config(tmp_path, hidden_size=64, intermediate_size=96)
-    samples = make_samples(MICRO_BATCHES * layout.dp, layout.micro_batch, SEQ, VOCAB, packed=False)
+    samples = make_samples(MICRO_BATCHES * layout.dp, layout.micro_batch, SEQ, VOCAB, packed=packed)
     passes = 3 if layout.schedule == "zero-bubble" else 2
     for differing, replays in ranks.run(layout.world_size, both_ways, folder, layout, samples, how, rest):
         assert not differing

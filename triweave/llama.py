@@ -212,9 +212,9 @@ class Stage(nn.Module):
             raise ValueError("only the first stage starts from tokens")
         rotation = make_rotation(self.frequencies, batch.positions, x.dtype)
         self.offloader.begin_stage()
-        slot = self.graphs.slot_for(x, rotation, packed=batch.documents is not None)
+        slot = self.graphs.slot_for(x, rotation, batch.documents)
         if slot is not None:
-            x = slot.take(x, rotation)
+            x = slot.take(x, rotation, batch.documents)
         for number, layer in enumerate(self.model.layers.values()):
             x = layer(x, rotation, batch.documents, None if slot is None else slot.layers[number])
         if self.lm_head is not None and self.model.norm is not None:

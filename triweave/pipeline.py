@@ -92,7 +92,8 @@ class Pipeline:
             Summed loss of the micro-batches (float32 scalar), unscaled; zero on ranks without the last stage.
         """
         actions = schedule.ranks[self.groups.at.pp]
-        self.graphs.begin(actions, self.activation_shape, self.dtype, inputs[0].positions)
+        documents = [micro_batch.documents for micro_batch in inputs]
+        self.graphs.begin(actions, self.activation_shape, self.dtype, inputs[0].positions, documents)
         return _Execution(self, schedule, inputs, loss, loss_scale).run()
 
     def evaluate(self, schedule: PipelineSchedule, inputs: Sequence[StageInput], loss: Loss) -> Tensor:

@@ -26,6 +26,7 @@ def layout_of(case: Case) -> Layout:
         schedule=schedule,  # type: ignore[arg-type]
         shard=case.option("shard", "optimizer"),  # type: ignore[arg-type]
         keep_gathered=case.option("keep_gathered", "off") == "on",
+        cuda_graphs=case.option("graphs", "off") == "on",
         recompute=tuple(filter(None, case.option("recompute", "").split(","))),  # type: ignore[arg-type]
     )
     # The stages of a pipeline of which one alone is there are alike.

@@ -1,8 +1,8 @@
 """A rank of triweave: its own engine and optimizer step, on random weights and tokens.
 
 Weights, activations and their gradients in bf16, gradient sums, master weights and moments in float32. Options:
-`shard`, `schedule`, `recompute` (a comma list), `moments`, each as in a run file; `keep_gathered` and `fp8` are `on` or
-not given.
+`shard`, `schedule`, `recompute` (a comma list), `moments`, each as in a run file; `keep_gathered`, `fp8` and `graphs`
+are `on` or not given.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(case: Case) -> dict[str, Any]:
     small = resolved.run.optimizer.moments == "bfloat16"
     sums = "float32 masters and gradient sums, bf16 moments" if small else "float32 masters, moments and gradient sums"
     notes = f"{products}, {sums}; {', '.join(carried)}"
-    peak = torch.cuda.max_memory_allocated() + engine.unseen_bytes if device.type == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated() + engine.unseen_bytes + engine.graph_bytes if device.type == "cuda" else 0
     stopwatch.end_subgroups()
     return stopwatch.result(seconds, notes, peak_bytes=peak)
 

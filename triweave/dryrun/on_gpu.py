@@ -118,7 +118,7 @@ def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Cloc
             step_s=median(times),
             actions={key: median(found) for key, found in spans.items()},
             rest_s=median(rests),
-            peak_allocated=torch.cuda.max_memory_allocated(device) + engine.pipeline.graphs.num_bytes if cuda else 0,
+            peak_allocated=torch.cuda.max_memory_allocated(device) + engine.graph_bytes if cuda else 0,
             peak_reserved=torch.cuda.max_memory_reserved(device) if cuda else 0,
             micro_batches=resolved.num_micro_batches,
             loss=loss,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from triweave.gradients import WeightGradients, Work
 from triweave.graphs.replay import Layer, LayerReplay, Replay, Slot
+from triweave.layers.documents import Documents
 from triweave.layers.rotary import Rotation
 
 
@@ -37,6 +38,10 @@ class Capture(Protocol):
         """Do once, where it will be captured, what will be: workspaces are made, and stay."""
         ...
 
+    def finish(self) -> None:
+        """All is captured. Peaks count from here on: while captures are made a pool counts as allocated, later not."""
+        ...
+
     @property
     def num_bytes(self) -> int:
         """What all pools take of the GPU beside what the caching allocator counts as allocated."""
@@ -49,6 +54,7 @@ def capture_slot(
     x: Tensor,
     grad_y: Tensor,
     rotation: Rotation,
+    documents: Documents | None,
     weight_gradients: WeightGradients,
     *,
     split: bool,
@@ -61,19 +67,20 @@ def capture_slot(
         x: `[seq/tp, batch, hidden]`, where the first layer's input will be put.
         grad_y: where the gradient of the last layer's output will be put.
         rotation: where that of each micro-batch will be put.
+        documents: where those of each micro-batch will be put; None where its sequences are one document each.
         weight_gradients: where the layers submit weight gradients.
         split: whether the schedule has a weight half.
     """
     places = x, grad_y
     passes = [_Passes(layer, pool, weight_gradients) for layer in layers]
     for one in passes:
-        x = one.forward(x, rotation)
+        x = one.forward(x, rotation, documents)
     for one in reversed(passes):
         grad_y = one.backward(grad_y, split=split)
     if split:
         for one in reversed(passes):
             one.weights()
-    return Slot(places, rotation, [one.replay(is_first=one is passes[0]) for one in passes])
+    return Slot(places, rotation, documents, [one.replay(is_first=one is passes[0]) for one in passes])
 
 
 class _Passes:
@@ -87,11 +94,11 @@ class _Passes:
         self.later: list[Work] = []
         self.run_weights: Replay | None = None
 
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
         self.x = x.detach().requires_grad_()
 
         def work() -> Tensor:
-            self.made = self.layer.compute(self.x, rotation, None)
+            self.made = self.layer.compute(self.x, rotation, documents)
             return self.made
 
         made, self.run_forward = self._captured(work)

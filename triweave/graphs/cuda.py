@@ -21,6 +21,8 @@ class CudaCapture:
     """Ends what is under way on other streams: a graph begins and ends with nothing under way."""
     stream: torch.cuda.Stream = field(init=False)
     pools: list[CudaPool] = field(init=False, default_factory=list)
+    num_bytes: int = field(init=False, default=0)
+    """See `Capture`."""
 
     def __post_init__(self) -> None:
         """Make the stream."""
@@ -43,16 +45,16 @@ class CudaCapture:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    @property
-    def num_bytes(self) -> int:
+    def finish(self) -> None:
         """See `Capture`."""
+        torch.cuda.synchronize(self.device)
         ours = {pool.handle for pool in self.pools}
-        segments = torch.cuda.memory_snapshot() if ours else []
-        return sum(
+        self.num_bytes = sum(
             segment["total_size"] - segment["allocated_size"]
-            for segment in segments
+            for segment in torch.cuda.memory_snapshot()
             if tuple(segment["segment_pool_id"]) in ours
         )
+        torch.cuda.reset_peak_memory_stats(self.device)
 
 
 @dataclass(slots=True)

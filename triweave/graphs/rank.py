@@ -12,6 +12,7 @@ from torch import Tensor
 from triweave.gradients import WeightGradients, begin_sum, main_grad
 from triweave.graphs.capture import Capture, capture_slot
 from triweave.graphs.replay import StageGraphs
+from triweave.layers.documents import Documents, Packed
 from triweave.layers.fp8 import hold_casts
 from triweave.layers.rotary import Rotation, make_rotation
 from triweave.schedule.actions import Action, Kind
@@ -36,12 +37,24 @@ class Graphs:
         self._is_warm = False
 
     @property
+    def name(self) -> str:
+        """How layers are issued, as the log says it."""
+        if self._capture is None:
+            return "kernel by kernel: nothing here can capture them"
+        return "as CUDA graphs from the second step on"
+
+    @property
     def num_bytes(self) -> int:
         """What they take of the GPU beside what the caching allocator counts as allocated."""
         return 0 if self._capture is None else self._capture.num_bytes
 
     def begin(
-        self, actions: Sequence[Action], shape: tuple[int, int, int], dtype: torch.dtype, positions: Tensor
+        self,
+        actions: Sequence[Action],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        positions: Tensor,
+        documents: Sequence[Packed | None],
     ) -> None:
         """A step comes next; nothing is in flight.
 
@@ -50,12 +63,14 @@ class Graphs:
             shape: of activations, `(seq/tp, batch, hidden)`.
             dtype: of the same.
             positions: of one of its micro-batches, `[seq, batch]`.
+            documents: of each of them.
         """
         if self._capture is None or any(stage.slots for stage in self._stages.values()):
             return
         if not self._is_warm:
             self._is_warm = True
             return
+        packed = room_for(documents)
         rotations = {
             number: make_rotation(stage.frequencies, positions, dtype) for number, stage in self._stages.items()
         }
@@ -67,7 +82,7 @@ class Graphs:
 
         def once() -> None:
             x, rotation = place().requires_grad_(), next(iter(rotations.values()))
-            torch.autograd.grad(layers[0].compute(x, rotation, None), x, place())
+            torch.autograd.grad(layers[0].compute(x, rotation, packed), x, place())
 
         for parameter in parameters:
             hold_casts(parameter)
@@ -80,19 +95,18 @@ class Graphs:
         for number, count in most_in_flight(actions).items():
             stage, own = self._stages[number], rotations[number]
             for _ in range(count):
-                rotation = Rotation(own.cos.clone(), own.sin.clone())
-                grad_y = place() if shared is None else shared
-                stage.slots.append(
-                    capture_slot(
-                        stage.layers,
-                        self._capture.pool(),
-                        place(),
-                        grad_y,
-                        rotation,
-                        self._weight_gradients,
-                        split=split,
-                    )
+                slot = capture_slot(
+                    stage.layers,
+                    self._capture.pool(),
+                    place(),
+                    place() if shared is None else shared,
+                    Rotation(own.cos.clone(), own.sin.clone()),
+                    packed if packed is None else packed.with_room(packed.count),
+                    self._weight_gradients,
+                    split=split,
                 )
+                stage.slots.append(slot)
+        self._capture.finish()
         for parameter in parameters:
             begin_sum(parameter)
 
@@ -106,6 +120,18 @@ class Graphs:
         finally:
             for stage in self._stages.values():
                 stage.are_paused = False
+
+
+def room_for(documents: Sequence[Packed | None]) -> Documents | None:
+    """One of the micro-batches' documents, with room for twice as many as any of them has; None if one has none.
+
+    A micro-batch of a later step may have more, and then runs without graphs. Each document that is not there costs
+    attention a few blocks that end at once.
+    """
+    known = [each for each in documents if isinstance(each, Documents)]
+    if len(known) < len(documents):
+        return None
+    return known[0].with_room(2 * max(each.count for each in known))
 
 
 def most_in_flight(actions: Sequence[Action]) -> Mapping[int, int]:

@@ -1,7 +1,8 @@
 """Layers as CUDA graphs: the host issues the forward of one in one call, and its backward in another.
 
 A graph repeats the same kernels at the same addresses. What differs from one micro-batch to the next is copied to where
-the graphs read it: the activation and its gradient where they come from outside the stage, and the rotation. What
+the graphs read it: the activation and its gradient where they come from outside the stage, the rotation, and where
+packed documents end, of which there may be as many as there is room for. What
 forward keeps for backward must not be overwritten while it is needed, so each micro-batch that a stage has in flight
 has a slot: a graph of each pass of each layer, and memory that no other slot uses. Inside a slot the passes run in the
 order in which they were captured, so that backward takes the memory of what it has used up, as it does without graphs.
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from triweave.backward_calls import call_in_backward
 from triweave.gradients import WeightGradients, main_grad
+from triweave.layers.documents import Documents, Packed
 from triweave.layers.fp8 import renew_casts
 from triweave.layers.rotary import Rotation
 
@@ -33,7 +35,7 @@ Replay = Callable[[], None]
 class Layer(Protocol):
     """What is captured: `llama.DecoderLayer`."""
 
-    def compute(self, x: Tensor, rotation: Rotation, documents: None) -> Tensor:
+    def compute(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
         """`[seq/tp, batch, hidden]` to the same shape."""
         ...
 
@@ -111,16 +113,24 @@ class Slot:
     """Where the input of the first layer is put, and the gradient of the last one's output: held here alone."""
     rotation: Rotation
     """Where its graphs read it."""
+    documents: Documents | None
+    """Likewise; None where its sequences are one document each."""
     layers: Sequence[LayerReplay]
     is_free: bool = True
 
-    def fits(self, x: Tensor, rotation: Rotation) -> bool:
+    def fits(self, x: Tensor, rotation: Rotation, documents: Packed | None) -> bool:
         """Whether its graphs are of these shapes."""
-        return self.layers[0].x.shape == x.shape and self.rotation.cos.shape == rotation.cos.shape
+        if documents is not None and self.documents is not None:
+            packed = isinstance(documents, Documents) and documents.count <= self.documents.count
+        else:
+            packed = documents is self.documents
+        return packed and self.layers[0].x.shape == x.shape and self.rotation.cos.shape == rotation.cos.shape
 
-    def take(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def take(self, x: Tensor, rotation: Rotation, documents: Packed | None) -> Tensor:
         """Begin a micro-batch with `x`; gives `x` as the first layer is to take it."""
         self.is_free = False
+        if self.documents is not None and isinstance(documents, Documents):
+            self.documents.become(documents)
         self.rotation.cos.copy_(rotation.cos)
         self.rotation.sin.copy_(rotation.sin)
         return call_in_backward(x, self._end)
@@ -144,12 +154,12 @@ class StageGraphs:
     are_paused: bool = False
     """Whether layers run by themselves for now, for who looks inside them."""
 
-    def slot_for(self, x: Tensor, rotation: Rotation, *, packed: bool) -> Slot | None:
+    def slot_for(self, x: Tensor, rotation: Rotation, documents: Packed | None) -> Slot | None:
         """The slot of the micro-batch that comes next, None where its layers are to run without graphs.
 
-        So it is before the capture, without gradients, for packed documents, whose edges the host knows and a graph
-        does not, for other shapes, and where more micro-batches are in flight than there are slots.
+        So it is before the capture, without gradients, for other shapes, for more documents than there is room for,
+        and where more micro-batches are in flight than there are slots.
         """
-        if packed or self.are_paused or not torch.is_grad_enabled():
+        if self.are_paused or not torch.is_grad_enabled():
             return None
-        return next((slot for slot in self.slots if slot.is_free and slot.fits(x, rotation)), None)
+        return next((slot for slot in self.slots if slot.is_free and slot.fits(x, rotation, documents)), None)

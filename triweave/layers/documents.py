@@ -24,9 +24,27 @@ class Documents:
     max_seqlen: int
     """Tokens of the longest document."""
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.cu_seqlens.numel() - 1
+
     def to(self, device: torch.device) -> Documents:
         """The same on `device`."""
         return replace(self, ids=_move(self.ids, device), cu_seqlens=_move(self.cu_seqlens, device))
+
+    def with_room(self, count: int) -> Documents:
+        """The same with empty documents after the last one, `count` in all, each of which may be a whole sequence."""
+        edges = self.cu_seqlens.new_empty(count + 1)
+        roomy = Documents(torch.empty_like(self.ids), edges, self.ids.shape[0])
+        roomy.become(self)
+        return roomy
+
+    def become(self, other: Documents) -> None:
+        """Take over another's documents, in the memory that is here; there are no more of them than here."""
+        self.ids.copy_(other.ids)
+        self.cu_seqlens[: other.count + 1].copy_(other.cu_seqlens)
+        self.cu_seqlens[other.count + 1 :].fill_(other.ids.numel())
 
 
 def block_causal_mask(documents: Documents) -> Tensor:

@@ -60,6 +60,7 @@ def opening(resolved: ResolvedRun, engine: Engine, meter: Meter, data: Summary, 
         *layer_map(layout, resolved.gpus_per_node),
         *([f"tensor    {engine.tp.transport.name}"] if layout.tp > 1 else []),
         *([f"replicas  {engine.sharding.carried_by}"] if layout.replicas > 1 else []),
+        *([f"layers    {engine.pipeline.graphs.name}"] if layout.cuda_graphs else []),
         f"attention {engine.kernel.in_words(DTYPES[run.model.dtype], spec.head_dim, packed=run.data.packing)}",
         f"rank 0    {weights / 1e6:,.1f} M parameters of {spec.num_parameters / 1e6:,.1f} M",
         f"batch     {run.train.global_batch} sequences = {parts}; {meter.tokens_per_step:,} tokens a step,"

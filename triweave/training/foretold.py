@@ -113,7 +113,7 @@ def measure(engine: Engine) -> list[Peak]:
     """The peak of every stage, largest over its ranks. All ranks call it together."""
     groups = engine.groups
     units = engine.sharding.units
-    allocated, reserved = peak_memory(groups.device, engine.unseen_bytes)
+    allocated, reserved = peak_memory(groups.device, engine.unseen_bytes, engine.graph_bytes)
     parts = (
         sum(unit.weight.untyped_storage().size() and unit.weight.nbytes for unit in units),
         sum(unit.gradient.nbytes for unit in units),

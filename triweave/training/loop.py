@@ -262,7 +262,8 @@ class _Training:
         """
         device = self.engine.groups.device
         wishes = (float(self.rank.stop.number), float(self.save_now.look()))
-        mine = torch.tensor((*peak_memory(device, self.engine.unseen_bytes), *wishes), device=device)
+        peak = peak_memory(device, self.engine.unseen_bytes, self.engine.graph_bytes)
+        mine = torch.tensor((*peak, *wishes), device=device)
         allocated, reserved, asked, save_now = all_reduce(mine, self.engine.groups.world, ReduceOp.MAX).tolist()
         self.asked, self.save_now.asked = int(asked), bool(save_now)
         return allocated, reserved

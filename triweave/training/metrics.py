@@ -136,16 +136,17 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def peak_memory(device: torch.device, unseen_bytes: int = 0) -> tuple[float, float]:
+def peak_memory(device: torch.device, unseen_bytes: int = 0, graph_bytes: int = 0) -> tuple[float, float]:
     """Peak bytes allocated and reserved so far; on the CPU the process's largest resident size, twice.
 
     Args:
         device: whose memory.
         unseen_bytes: what stands beside what the caching allocator counts (`Engine.unseen_bytes`).
+        graph_bytes: what it counts as reserved alone (`Engine.graph_bytes`).
     """
     if device.type == "cuda":
         peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        return float(peaks[0] + unseen_bytes), float(peaks[1] + unseen_bytes)
+        return float(peaks[0] + unseen_bytes + graph_bytes), float(peaks[1] + unseen_bytes)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     return resident, resident
 
