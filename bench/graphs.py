@@ -109,7 +109,6 @@ REAL = {
     "1B 4096": Case("meta-llama/Llama-3.2-1B", Layout(), 4096, 8),
     "1B 4096 fp8": Case("meta-llama/Llama-3.2-1B", Layout(), 4096, 8, fp8=True),
     "3B 2048": Case("meta-llama/Llama-3.2-3B", Layout(), 2048, 8),
-    "8B 2048": Case("meta-llama/Llama-3.1-8B", Layout(), 2048, 8),
     "70B rank 4096 packed": Case("meta-llama/Llama-3.1-70B", RANK, 4096, 8, rank=MIDDLE, packed=True),
     "70B rank 4096 zero-bubble fp8": Case(
         "meta-llama/Llama-3.1-70B", replace(RANK, schedule="zero-bubble"), 4096, 8, fp8=True, rank=MIDDLE

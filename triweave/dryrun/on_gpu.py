@@ -17,6 +17,8 @@ import torch
 from triweave.config.validate import ResolvedRun
 from triweave.dryrun.batch import make_batch
 from triweave.dryrun.lone_rank import lone_rank
+from triweave.graphs.capture import Capture
+from triweave.graphs.cuda import CudaCapture
 from triweave.model_spec import ModelSpec
 from triweave.schedule.actions import Action, Kind
 from triweave.schedule.build import build_schedule
@@ -26,6 +28,7 @@ from triweave.training.clock import Clock
 from triweave.training.determinism import deterministic
 from triweave.training.engine import build_engine
 from triweave.training.step import train_step
+from triweave.transport.interface import Transport
 
 WARM_UP = 1
 """Steps: the first one compiles kernels and makes the optimizer's moments. The second captures graphs, if any."""
@@ -94,7 +97,9 @@ def measure_rank(
 def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Clock, steps: int) -> Measured:
     with deterministic(resolved.run.runtime), lone_rank(rank, resolved.layout.world_size):
         clock.at = "building the model"
-        engine = build_engine(resolved, device, lambda units: fill_on_device(units, resolved.spec))
+        engine = build_engine(
+            resolved, device, lambda units: fill_on_device(units, resolved.spec), capture_for=capture_local_copies
+        )
         clock.follow(engine.pipeline)
         batch = make_batch(resolved, device, engine.tp.rank, engine.groups.cp.rank)
         optimizer = resolved.run.optimizer
@@ -124,6 +129,11 @@ def _measure(resolved: ResolvedRun, rank: int, device: torch.device, clock: Cloc
             loss=loss,
             grad_norm=grad_norm,
         )
+
+
+def capture_local_copies(device: torch.device, transport: Transport) -> Capture | None:
+    """What captures graphs. Collectives of a rank that is alone may be part of them, whatever those of several may."""
+    return CudaCapture(device, transport.settle) if device.type == "cuda" else None
 
 
 def fill_on_device(units: Iterable[Unit], spec: ModelSpec) -> None:
