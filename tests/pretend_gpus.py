@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from triweave.transport.stream_flags import WAIT, MemoryOperation
 
+WAIT_FOR_EVENT = "wait for event"
+
 
 @dataclass(eq=False)
 class Step:
@@ -29,6 +31,10 @@ class Step:
     act: Callable[[], None]
     ready: Callable[[], bool] = lambda: True
     name: str = ""
+    event: Event | None = None
+    """What it records, or waits for."""
+    number: int = 0
+    """Which of the event's records that is."""
 
 
 @dataclass(eq=False)
@@ -45,7 +51,7 @@ class Event:
         def done() -> None:
             self.records[number] = True
 
-        stream.queue.append(Step(done, name="event"))
+        stream.queue.append(Step(done, name="event", event=self, number=number))
 
 
 @dataclass(eq=False)
@@ -69,7 +75,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """As torch's."""
         number = len(event.records) - 1
-        self.queue.append(Step(lambda: None, lambda: event.records[number], "wait for event"))
+        self.queue.append(Step(lambda: None, lambda: event.records[number], WAIT_FOR_EVENT, event, number))
 
 
 class Gpu:
@@ -119,6 +125,49 @@ class Gpu:
             stack.enter_context(patch("torch.cuda.Event", Event))
             stack.enter_context(_Late(self))
             return function()
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """As a CUDA graph: nothing of what `function` does is done now; gives its result, and what queues all of it.
+
+        As CUDA does, it refuses to wait for what came before, and to end before what it began elsewhere has.
+        """
+        before = [len(stream.queue) for stream in self.streams]
+        result = self.program(function)
+        captured = [stream.queue[start:] for stream, start in zip(self.streams, before, strict=True)]
+        for stream, start in zip(self.streams, before, strict=True):
+            del stream.queue[start:]
+        inside = {(step.event, step.number) for steps in captured for step in steps if step.name == "event"}
+        waits = [(step.event, step.number) for steps in captured for step in steps if step.name == WAIT_FOR_EVENT]
+        assert inside.issuperset(waits), "a graph waits for what was recorded before it began"
+        for steps in filter(None, captured[1:]):
+            first, last = steps[0], steps[-1]
+            begins = first.name == WAIT_FOR_EVENT and (first.event, first.number) in inside
+            assert begins, "another stream is no part of a graph before it waits for it"
+            assert (last.event, last.number) in waits, "a graph ends before what it began does"
+
+        def replay() -> None:
+            records: dict[tuple[Event | None, int], Event] = {key: Event() for key in inside}
+            for event in records.values():
+                event.records.append(False)
+            for stream, steps in zip(self.streams, captured, strict=True):
+                for step in steps:
+                    stream.queue.append(_again(step, records))
+
+        return result, replay
+
+
+def _again(step: Step, records: dict[tuple[Event | None, int], Event]) -> Step:
+    """The same step, with events of its own."""
+    if step.event is None:
+        return Step(step.act, step.ready, step.name)
+    made = records[step.event, step.number].records
+    if step.name == WAIT_FOR_EVENT:
+        return Step(lambda: None, lambda: made[0], step.name)
+
+    def done() -> None:
+        made[0] = True
+
+    return Step(done, name=step.name)
 
 
 class _Late(TorchDispatchMode):
