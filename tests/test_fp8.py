@@ -106,6 +106,23 @@ def test_product_is_that_of_the_casts() -> None:
     torch.testing.assert_close(out[16:32].double(), expected[16:32], rtol=1e-5, atol=1e-5)
 
 
+def test_held_casts_stay_where_they_are() -> None:
+    """Held casts of a weight that has changed are renewed at their next use, in the memory where they lay."""
+    weight = torch.randn(32, 16)
+    fp8.weight_by_rows(weight)
+    fp8.hold_casts(weight)
+    held = fp8.weight_by_rows(weight), fp8.weight_by_columns(weight)
+    weight.mul_(7.3)
+    fp8.forget_casts(weight, changed=True)
+    again = fp8.weight_by_rows(weight), fp8.weight_by_columns(weight)
+    for one, other, expected in zip(
+        held, again, (fp8.by_rows(weight, fp8.VALUES), fp8.by_columns(weight, fp8.VALUES)), strict=True
+    ):
+        assert one.values.data_ptr() == other.values.data_ptr()
+        assert torch.equal(other.values.float(), expected.values.float())
+        assert torch.equal(one.inverse_scale, expected.inverse_scale)
+
+
 def test_what_is_noted_of_a_tensor_ends_with_it() -> None:
     """A noted largest magnitude is used, and is not once the tensor was changed."""
     x = random(16, 16)

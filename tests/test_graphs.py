@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from ranks import Ranks
 from tiny_configs import tiny_config
 from torch import Tensor
 
+from triweave.graphs.rank import most_in_flight, room_for
+from triweave.layers.documents import Documents
 from triweave.layout import Layout
+from triweave.schedule.build import build_schedule
 from triweave.training.engine import Engine
-from triweave.training.step import evaluate_step, train_step
+from triweave.training.not_finite import find_not_finite
+from triweave.training.step import Batch, evaluate_step, train_step
 from triweave.verify.reference import Sample
 
 SEQ, VOCAB, MICRO_BATCHES, STEPS = 16, 300, 4, 3
@@ -80,3 +85,73 @@ def test_graphs_change_no_bit(ranks: Ranks, tmp_path: Path, layout: Layout, rest
         assert not differing
         layers = 4 // layout.pp
         assert sum(replays) == (STEPS - 1) * MICRO_BATCHES * layers * passes
+
+
+# --- slots ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "most"),
+    [
+        (Layout(), 0, {0: 1}),
+        (Layout(pp=4), 0, {0: 4}),
+        (Layout(pp=4), 3, {3: 1}),
+        (Layout(pp=4, schedule="gpipe"), 1, {1: 8}),
+        (Layout(pp=2, vpp=2, schedule="interleaved"), 0, {0: 4, 2: 2}),
+        (Layout(pp=4, schedule="zero-bubble"), 0, {0: 4}),
+        (Layout(pp=4, schedule="zero-bubble"), 3, {3: 4}),
+    ],
+)
+def test_micro_batches_in_flight(layout: Layout, rank: int, most: dict[int, int]) -> None:
+    """As many slots as the schedule has micro-batches in flight; a weight half that is put off is in flight."""
+    schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, 8)
+    assert most_in_flight(schedule.ranks[rank]) == most
+
+
+def documents(*lengths: int) -> Documents:
+    """One sequence of these documents."""
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).unsqueeze(1)
+    return Documents(ids, torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths))
+
+
+def test_room_for_documents() -> None:
+    """There is room for twice as many as any micro-batch has; none where one of them is not packed."""
+    room = room_for([documents(4, 4), documents(2, 2, 4), documents(8)])
+    assert room is not None
+    assert (room.count, room.max_seqlen) == (6, 8)
+    room.become(documents(3, 5))
+    assert room.cu_seqlens.tolist() == [0, 3, 8, 8, 8, 8, 8]
+    assert room_for([documents(8), None]) is None
+
+
+def eager_again(rank: int, folder: Path, layout: Layout, samples: list[Sample]) -> list[int]:
+    """Replays so far: after two steps, one that is looked into, one with more documents than there is room for."""
+    capture = Rerun()
+    with graphs(capture):
+        engine = engine_for(folder, layout, SEQ, 2, weights="random")
+    batch = local_batch(samples[:2], layout, 0)
+    counts = []
+
+    def step(batch: Batch) -> None:
+        train_step(engine, batch, 1e-2, 1.0)
+        counts.append(sum(pool.replays for pool in capture.pools))
+
+    train_step(engine, batch, 1e-2, 1.0)
+    step(batch)
+    with engine.pipeline.graphs.paused():
+        step(batch)
+    many = replace(samples[0].inputs, documents=documents(*[1] * SEQ))
+    step(replace(batch, inputs=[many, batch.inputs[1]]))
+    find_not_finite(engine, batch)
+    counts.append(sum(pool.replays for pool in capture.pools))
+    return counts
+
+
+def test_layers_run_by_themselves_where_graphs_do_not_fit(ranks: Ranks, tmp_path: Path) -> None:
+    """Paused, with more documents than there is room for, and where modules are looked into, nothing is replayed."""
+    folder = tiny_config(tmp_path, hidden_size=64, intermediate_size=96)
+    samples = make_samples(2, 1, SEQ, VOCAB, packed=True)
+    layers, passes = 4, 2
+    (counts,) = ranks.run(1, eager_again, folder, Layout(), samples)
+    step = 2 * layers * passes
+    assert counts == [step, step, step + step // 2, step + step // 2]

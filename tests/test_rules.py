@@ -58,6 +58,7 @@ class Case:
 
 INTERLEAVED = {"schedule": "interleaved", "vpp": 2, "layers": ()}
 ONE = {"pp": 1, "dp": 1, "layers": ()}
+GRAPHS = {"cuda_graphs": True}
 
 GRID_CASES = (
     Case("dp", "layout.dp", ("8 x 4 x 1 x 1 = 32", "64 ranks"), "2", {"dp": 1}, rest={"world_size": 64}),
@@ -91,6 +92,12 @@ GRID_CASES = (
     Case("twice", "layout.recompute", ("twice",), "[norm]", {"recompute": ("norm", "norm")}),
     Case("offload twice", "layout.offload", ("twice",), "[mlp]", {"offload": ("mlp", "mlp")}),
     Case("offload all", "layout.offload", ("the others included",), "[layer]", {"offload": ("layer", "mlp")}),
+    Case(
+        "graphs and gradients", "layout.cuda_graphs", ("shard is gradients",), "false", GRAPHS | {"shard": "gradients"}
+    ),
+    Case("graphs and offload", "layout.cuda_graphs", ("[mlp] moves it",), "false", GRAPHS | {"offload": ("mlp",)}),
+    Case("graphs and context", "layout.cuda_graphs", ("cp = 2",), "false", GRAPHS | {"cp": 2, "tp": 4}),
+    Case("graphs of sums", "layout.cuda_graphs", ("tp = 8",), "false", GRAPHS | {"sequence_parallel": False}),
     Case(
         "offload what is made again",
         "layout.offload",

@@ -22,7 +22,11 @@ class Graphs:
     """Captured when the rank's second step begins: the first one loads kernels and fills caches."""
 
     def __init__(
-        self, stages: Mapping[int, StageGraphs], weight_gradients: WeightGradients, capture: Capture | None
+        self,
+        stages: Mapping[int, StageGraphs],
+        weight_gradients: WeightGradients,
+        capture: Capture | None,
+        why_not: str = "",
     ) -> None:
         """Take those of a rank's stages.
 
@@ -30,18 +34,20 @@ class Graphs:
             stages: by the stage's number.
             weight_gradients: where their layers submit weight gradients.
             capture: None captures nothing.
+            why_not: why it is None, for the log.
         """
         self._stages = stages
         self._weight_gradients = weight_gradients
         self._capture = capture
+        self._why_not = why_not
         self._is_warm = False
 
     @property
     def name(self) -> str:
         """How layers are issued, as the log says it."""
         if self._capture is None:
-            return "kernel by kernel: nothing here can capture them"
-        return "as CUDA graphs from the second step on"
+            return f"issued kernel by kernel: {self._why_not}"
+        return "issued as CUDA graphs from the second step on"
 
     @property
     def num_bytes(self) -> int:

@@ -132,7 +132,12 @@ def build_engine(
         sharding.begin,
         sharding.end_backward,
         offloader,
-        Graphs({number: stage.graphs for number, stage in stages.items()}, tp.weight_gradients, capture),
+        Graphs(
+            {number: stage.graphs for number, stage in stages.items()},
+            tp.weight_gradients,
+            capture,
+            f"there are none on {device.type}" if device.type != "cuda" else f"slices travel by {transport.name}",
+        ),
     )
     optimizer = ShardedAdamW(units, run.optimizer)
     return Engine(spec, layout, groups, kernel, tp, stages, sharding, pipeline, schedule, optimizer, offloader)
