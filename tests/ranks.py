@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -30,6 +31,7 @@ def _serve(connection: Connection, stacks: Path) -> None:
     # Written by the signal's handler itself, so also where the interpreter's lock is never given back.
     faulthandler.register(signal.SIGUSR2, file=stacks.open("w"), all_threads=True)
     torch.set_num_threads(1)
+    gc.freeze()  # What the server imported, some 300,000 objects, is no garbage: no collection is to look at it again.
     while True:
         job = connection.recv()
         if job is None:
