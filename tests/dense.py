@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ class Held(NamedTuple):
     kind: str
     piece: Piece
     start: int
-    values: list[float]
+    values: np.ndarray
 
 
 def held_slices(engine: Engine) -> list[Held]:
@@ -38,7 +39,7 @@ def held_slices(engine: Engine) -> list[Held]:
             inside = unit.in_shard(segment.start, segment.stop)
             if inside is not None:
                 start = unit.shard_start + inside.start - segment.start
-                held += [Held(kind, segment.piece, start, flat[kind][inside].tolist()) for kind in flat]
+                held += [Held(kind, segment.piece, start, flat[kind][inside].numpy().copy()) for kind in flat]
     return held
 
 
@@ -50,7 +51,7 @@ def assemble(spec: ModelSpec, ranks: list[list[Held]]) -> State:
     for kind, piece, start, values in (held for rank in ranks for held in rank):
         window = state[kind][piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
         flat = window.reshape(-1).clone()
-        there, here = flat[start : start + len(values)], torch.tensor(values)
+        there, here = flat[start : start + len(values)], torch.from_numpy(values)
         assert there.isnan().logical_or(there == here).all(), f"ranks disagree on the {kind} of {piece.name}"
         there.copy_(here)
         window.copy_(flat.view(window.shape))

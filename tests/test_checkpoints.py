@@ -46,8 +46,8 @@ SAVED_ON = {
     "context": (Layout(tp=2, cp=2, dp=2), MODEL),
 }
 """What a checkpoint was saved on."""
-STEPS = dict.fromkeys(SAVED_ON, 20) | {"tied": 5, "context": 5}
-"""Steps after it; fewer where a step has most messages."""
+STEPS = dict.fromkeys(SAVED_ON, 5) | {"untied": 20}
+"""Steps after it; many on one grid that has every axis of a dense model."""
 
 
 def save_on_rank(
