@@ -65,7 +65,7 @@ LAYOUTS = {
 
 def train_on_rank(
     rank: int, folder: Path, layout: Layout, samples: list[Sample], late: bool, fault: Fault = nullcontext
-) -> tuple[list[float], list[Any]]:
+) -> tuple[list[float], list[bytes]]:
     """Losses and norms of two steps, a validation and a third step, and the weights that they leave."""
     with fault(), late_collectives() if late else nullcontext():
         engine = engine_for(folder, layout, SEQ, 4, weights="random", dtype="bfloat16")
@@ -75,7 +75,7 @@ def train_on_rank(
         weights = []
         for unit in engine.sharding.units:
             unit.gather()
-            weights.append(unit.weight.tolist())
+            weights.append(bytes(unit.weight.detach().clone().view(torch.uint8).numpy()))
             unit.release()
     return numbers, weights
 
