@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -18,6 +19,11 @@ settings.load_profile("triweave")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read where Triton, and where a kernel, is first imported
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is no garbage: tests that collect need not look at all of it each time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
