@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from triweave.dryrun.components import CAPTURE, GRAPHS
 from triweave.dryrun.scratch import scratch_bytes
 from triweave.planner.allocator import CachingAllocator, MemoryBlock
 
@@ -30,6 +32,8 @@ class Alive:
     """Rounded bytes."""
     component: str
     block: MemoryBlock | None
+    allocator: CachingAllocator
+    """What served it."""
     ref: weakref.ref[UntypedStorage]
 
 
@@ -55,6 +59,12 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.place = place
         self.allocator = allocator
+        self.pools: list[CachingAllocator] = []
+        """What serves requests for good in places of their own; see `inside`."""
+        self.pool: CachingAllocator | None = None
+        """The one of them that serves now."""
+        self.is_counting = True
+        self.peak_reserved = 0
         self.alive: dict[int, Alive] = {}
         self.watched: dict[int, weakref.ref[UntypedStorage]] = {}
         self.launches = 0
@@ -84,8 +94,9 @@ class Allocations(TorchDispatchMode):
 
     def handed_out(self, storage: UntypedStorage) -> None:
         """Look at the size of a storage from now on: who has it can resize it."""
-        if storage._cdata in self.alive:
-            self.watched[storage._cdata] = self.alive[storage._cdata].ref
+        one = self.alive.get(storage._cdata)
+        if one is not None and one.allocator is self.allocator:
+            self.watched[storage._cdata] = one.ref
 
     def name(self, tensor: Tensor, component: str) -> None:
         """Say what a tensor is for that was made elsewhere than that would be told from."""
@@ -96,18 +107,41 @@ class Allocations(TorchDispatchMode):
             self.by_component[component] += one.size
             one.component = component
 
+    def new_pool(self) -> CachingAllocator:
+        """Memory of its own, for who goes `inside`."""
+        self.pools.append(CachingAllocator(self.allocator.capacity, self.allocator.expandable))
+        return self.pools[-1]
+
+    @contextmanager
+    def inside(self, pool: CachingAllocator) -> Iterator[None]:
+        """Inside, `pool` serves the requests. What it reserves for them stays, and is what counts of them."""
+        self.pool = pool
+        try:
+            yield
+        finally:
+            self.pool = None
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, what is made takes nothing of the card."""
+        self.is_counting = False
+        try:
+            yield
+        finally:
+            self.is_counting = True
+
     def set_apart(self, tensor: Tensor) -> None:
         """Count a tensor no longer: another allocator has made it."""
         with torch._C.DisableTorchFunction():
             one = self.alive[tensor.untyped_storage()._cdata]
         if one.block is not None:
-            self.allocator.release(one.block)
+            one.allocator.release(one.block)
         self._count(-one.size, one.component, "")
         one.size, one.block = 0, None
 
     def add(self, size: int, component: str) -> None:
         """Take memory that no tensor holds, for good."""
-        self.allocator.allocate(size)
+        self._allocate(size)
         self._count(size, component, component)
 
     def _see(self, storage: UntypedStorage) -> None:
@@ -119,15 +153,19 @@ class Allocations(TorchDispatchMode):
         if place is None or not size:
             return
         component, at = place
-        block = self.allocator.allocate(size)
-        self.alive[key] = Alive(size, component, block, weakref.ref(storage, lambda _: self._free(key)))
+        block = self._allocate(size) if self.is_counting else None
+        if block is None or self.pool is not None:
+            size = 0  # of a pool, all of it is counted
+        self.alive[key] = Alive(
+            size, component, block, self.pool or self.allocator, weakref.ref(storage, lambda _: self._free(key))
+        )
         self._count(size, component, at)
 
     def _free(self, key: int) -> None:
         one = self.alive.pop(key)
         self.watched.pop(key, None)
         if one.block is not None:
-            self.allocator.release(one.block)
+            one.allocator.release(one.block)
         self.now -= one.size
         self.by_component[one.component] -= one.size
 
@@ -138,8 +176,8 @@ class Allocations(TorchDispatchMode):
             if storage is None or (size := _rounded(storage.nbytes())) == one.size:
                 continue
             if one.block is not None:
-                self.allocator.release(one.block)
-            one.block = self.allocator.allocate(size) if size else None
+                one.allocator.release(one.block)
+            one.block = self._allocate(size) if size else None
             change, one.size = size - one.size, size
             place = self.place()
             self._count(change, one.component, place[1] if place else "")
@@ -148,10 +186,21 @@ class Allocations(TorchDispatchMode):
         place = self.place()
         size = _rounded(size)
         component, at = place or ("", "")
-        block = self.allocator.allocate(size)
-        self._count(size, component, at)
-        self.allocator.release(block)
-        self._count(-size, component, at)
+        block = self._allocate(size)
+        counted = size if self.pool is None else 0
+        self._count(counted, component, at)
+        (self.pool or self.allocator).release(block)
+        self._count(-counted, component, at)
+
+    def _allocate(self, size: int) -> MemoryBlock:
+        serving = self.pool or self.allocator
+        before = serving.reserved
+        block = serving.allocate(size)
+        if self.pool is not None:
+            self._count(serving.reserved - before, GRAPHS, CAPTURE)
+        reserved = self.allocator.reserved + sum(pool.reserved for pool in self.pools)
+        self.peak_reserved = max(self.peak_reserved, reserved)
+        return block
 
     def _count(self, change: int, component: str, at: str) -> None:
         self.now += change

@@ -30,6 +30,7 @@ _ANSWERED = frozenset(
         *_READS,
         _IS_CUDA,
         torch.autograd.backward,
+        torch.autograd.grad,
         Tensor.to,
         Tensor.data_ptr,
         Tensor.untyped_storage,
@@ -64,6 +65,9 @@ class Card(TorchFunctionMode):
             # From torch 2.13 on this call would take the mode off while backward runs.
             with self:
                 return _run_backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            with self:
+                return _run_grad(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) and args[0].is_meta else None
         if first is None:
             return func(*args, **_on_meta(kwargs))
@@ -104,6 +108,15 @@ def _run_backward(
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def _run_grad(outputs: Any, inputs: Any, grad_outputs: Any, **_: Any) -> tuple[Tensor, ...]:
+    """`torch.autograd.grad` likewise, as the capture of graphs calls it."""
+    of, gradients, by = ((one,) if isinstance(one, Tensor) else one for one in (outputs, grad_outputs, inputs))
+    found: tuple[Tensor, ...] = _engine_run_backward(
+        of, gradients, False, False, by, allow_unreachable=False, accumulate_grad=False
+    )
+    return found
 
 
 def attend(

@@ -14,7 +14,10 @@ _NOT_THE_TRAINER = ("dryrun/", "cli/")
 
 WEIGHTS, MASTER_WEIGHTS, GRADIENTS, MOMENTS = "weights", "master weights", "gradients", "optimizer moments"
 ACTIVATIONS, LOSS, MESSAGES, COLLECTIVES = "activations", "logits and loss", "message buffers", "collective buffers"
-BATCH, WORKSPACE, OTHER = "batch", "workspace", "other"
+BATCH, WORKSPACE, GRAPHS, OTHER = "batch", "workspace", "CUDA graphs", "other"
+
+CAPTURE = "capturing CUDA graphs"
+"""The moment at which the pools of graphs grow."""
 
 _OF_FILE = {
     "gradients.py": GRADIENTS,
@@ -22,6 +25,7 @@ _OF_FILE = {
     "collectives.py": COLLECTIVES,
     "llama.py": ACTIVATIONS,
     "recompute.py": ACTIVATIONS,
+    "graphs/replay.py": ACTIVATIONS,
     "offload.py": ACTIVATIONS,
     "layers/cross_entropy.py": LOSS,
     "kernels/cross_entropy.py": LOSS,
@@ -31,7 +35,13 @@ _OF_FILE = {
 }
 
 
-_OF_FOLDER = {"layers": ACTIVATIONS, "kernels": ACTIVATIONS, "sharding": GRADIENTS, "transport": COLLECTIVES}
+_OF_FOLDER = {
+    "graphs": GRAPHS,
+    "layers": ACTIVATIONS,
+    "kernels": ACTIVATIONS,
+    "sharding": GRADIENTS,
+    "transport": COLLECTIVES,
+}
 
 
 def caller() -> tuple[str, str]:

@@ -11,6 +11,7 @@ from triweave.dryrun import components
 from triweave.dryrun.allocations import Allocations
 from triweave.dryrun.batch import make_batch
 from triweave.dryrun.card import META, Card
+from triweave.dryrun.graphs import capture_on_paper
 from triweave.dryrun.lone_rank import LAUNCH_QUEUE, LoneGroup, lone_rank
 from triweave.dryrun.places import Places
 from triweave.dryrun.transport import transport_on_paper
@@ -86,7 +87,8 @@ def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True, on
         Card(resolved.run.model.attention, memory.handed_out),
     ):
         transport = choose_transport if one_gpu else transport_on_paper(resolved.gpus_per_node, memory.set_apart)
-        engine = build_engine(replace(resolved, num_micro_batches=layout.pp), META, adopt_weights, transport)
+        fewer = replace(resolved, num_micro_batches=layout.pp)
+        engine = build_engine(fewer, META, adopt_weights, transport, capture_on_paper(memory))
         name_states(memory, engine)
         memory.add(OURS.workspace_bytes, components.WORKSPACE)
         places.begin(engine, lambda: memory.launches)
@@ -96,9 +98,13 @@ def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True, on
         # A step loads all its micro-batches, also those that need not be run here.
         batch = make_batch(resolved, META, cp_rank=engine.groups.cp.rank)
         rates = resolved.run.optimizer.learning_rate, resolved.run.optimizer.max_grad_norm
-        # One micro-batch, so that the optimizer makes its moments: the step that follows is the fuller one.
+        # One micro-batch, so that the optimizer makes its moments: the step that follows is the fuller one, and begins
+        # with the capture of graphs.
         train_step(replace(engine, schedule=of_first_micro_batch(engine.schedule)), batch, *rates)
         launches = places.launched[-1] - places.launched[0]
+        if layout.cuda_graphs:
+            # A pass of a layer is one launch then; those of embedding and head are left out, and so too many are run.
+            launches = 2 * max(1, sum(layout.layers[stage] for stage in engine.stages))
         count = enough_micro_batches(layout, engine.groups.at.pp, resolved.num_micro_batches, launches)
         schedule = build_schedule(layout.schedule, layout.pp, layout.vpp, count)
         train_step(replace(engine, schedule=schedule), batch, *rates)
@@ -107,7 +113,7 @@ def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True, on
         rank=rank,
         stages=layout.stages_of(engine.groups.at.pp),
         peak_bytes=memory.peak.size,
-        reserved_bytes=allocator.peak_reserved,
+        reserved_bytes=memory.peak_reserved,
         context_bytes=gpu.context_bytes if gpu and gpu.usable_bytes else OURS.context_bytes,
         nccl_bytes=nccl_bytes(engine.groups),
         peer_bytes=0 if one_gpu else peer_bytes(engine, resolved),

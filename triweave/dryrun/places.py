@@ -58,6 +58,8 @@ class Places:
 
     def _enter(self, action: Action | None) -> None:
         self.action = action
+        # A block that runs again stops half way: modules that it was in are left without a word.
+        self.path.clear()
         self.launched.append(self.launches())
 
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:

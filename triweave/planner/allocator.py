@@ -34,6 +34,8 @@ class MemoryBlock:
     number: int
     small: bool
     free: bool = False
+    unmapped: int = 0
+    """Bytes of it that the driver has, which maps them again when they are handed out."""
     before: MemoryBlock | None = None
     after: MemoryBlock | None = None
 
@@ -65,13 +67,15 @@ class CachingAllocator:
         size = -(-size // _ROUNDING) * _ROUNDING
         small = size <= _SMALL_LIMIT
         block = self._take(size, small) or (self._extend if self.expandable else self._grow)(size, small)
+        if block.unmapped:
+            self._map(block, size)
         left = block.size - size
         if left >= _ROUNDING if small or self.expandable else left > MIB:
             self._count += 1
-            rest = MemoryBlock(left, self._count, small, before=block, after=block.after)
+            rest = MemoryBlock(left, self._count, small, unmapped=block.unmapped, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
-            block.after, block.size = rest, size
+            block.after, block.size, block.unmapped = rest, size, 0
             if self._ends.get(small) is block:
                 self._ends[small] = rest
             self._give(rest)
@@ -95,11 +99,37 @@ class CachingAllocator:
             self._join(block)
         self._held_back.clear()
 
+    def empty_cache(self) -> None:
+        """Give what is free back to the driver: whole segments, of an expandable one all pages that are free."""
+        self.wait()
+        if not self.expandable:
+            self._give_back()
+            return
+        for end in self._ends.values():
+            page = _page(end.small)
+            stop = _place(end) + end.size
+            block: MemoryBlock | None = end
+            while block is not None:
+                start = stop - block.size
+                pages = max(0, stop // page - -(-start // page)) if block.free else 0
+                self.reserved -= pages * page - block.unmapped
+                block.unmapped = pages * page
+                block, stop = block.before, start
+
+    def _map(self, block: MemoryBlock, size: int) -> None:
+        page, mapped = _page(block.small), block.size - block.unmapped
+        added = min(block.unmapped, max(0, -(-(size - mapped) // page) * page))
+        if self.reserved + added > self.capacity:
+            raise OutOfMemory
+        block.unmapped -= added
+        self._reserve(added)
+
     def _join(self, block: MemoryBlock) -> None:
         if block.before is not None and block.before.free:
             other = block.before
             self._withdraw(other)
             other.size += block.size
+            other.unmapped += block.unmapped
             other.after = block.after
             self._move_end(block, other)
             block = other
@@ -109,6 +139,7 @@ class CachingAllocator:
             other = block.after
             self._withdraw(other)
             block.size += other.size
+            block.unmapped += other.unmapped
             block.after = other.after
             self._move_end(other, block)
             if block.after is not None:
@@ -142,7 +173,7 @@ class CachingAllocator:
     def _extend(self, size: int, small: bool) -> MemoryBlock:
         end = self._ends.get(small)
         free = end.size if end is not None and end.free else 0
-        page = _SMALL_SEGMENT if small else _MEDIUM_SEGMENT
+        page = _page(small)
         added = -(-(size - free) // page) * page
         if self.reserved + added > self.capacity:
             raise OutOfMemory
@@ -182,3 +213,17 @@ class CachingAllocator:
         pool = self._free[block.small]
         pool.pop(bisect_left(pool, (block.size, block.number)))
         block.free = False
+
+
+def _page(small: bool) -> int:
+    """What an expandable segment grows by."""
+    return _SMALL_SEGMENT if small else _MEDIUM_SEGMENT
+
+
+def _place(block: MemoryBlock) -> int:
+    """Where a block begins in its segment."""
+    place, before = 0, block.before
+    while before is not None:
+        place += before.size
+        before = before.before
+    return place

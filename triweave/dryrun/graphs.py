@@ -1,0 +1,70 @@
+"""CUDA graphs of a GPU that is not there: each pass is played once in memory of its slot, and a replay does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from triweave.dryrun.allocations import Allocations
+from triweave.dryrun.components import WORKSPACE
+from triweave.graphs.capture import Capture
+from triweave.graphs.replay import Replay
+from triweave.planner.allocator import CachingAllocator
+from triweave.planner.assumptions import OURS
+from triweave.transport.interface import Transport
+
+
+@dataclass(slots=True)
+class PoolOnPaper:
+    """Memory of one slot: what the passes take of it at once, in an allocator of its own, stands from then on."""
+
+    memory: Allocations
+    allocator: CachingAllocator
+    addresses: dict[int, Tensor] = field(default_factory=dict)
+
+    def capture(self, work: Callable[[], Tensor | None]) -> tuple[Tensor | None, Replay]:
+        """See `Pool`."""
+        with self.memory.inside(self.allocator):
+            made = work()
+        return made, self._replay
+
+    def address(self, tensor: Tensor) -> Tensor:
+        """See `Pool`. One address is one tensor: a layer reads where the one before it writes, and copies nothing."""
+        place = tensor.data_ptr()
+        if place not in self.addresses:
+            with self.memory.uncounted():
+                self.addresses[place] = torch.empty_like(tensor)
+        return self.addresses[place]
+
+    def _replay(self) -> None:
+        self.memory.launches += 1
+
+
+@dataclass(slots=True)
+class GraphsOnPaper:
+    """Captures on a stream of its own."""
+
+    memory: Allocations
+
+    def pool(self) -> PoolOnPaper:
+        """See `Capture`."""
+        return PoolOnPaper(self.memory, self.memory.new_pool())
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """See `Capture`. A second stream has workspaces of its own."""
+        self.memory.add(OURS.workspace_bytes, WORKSPACE)
+        work()
+        self.memory.allocator.empty_cache()
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Capture`."""
+        return sum(pool.reserved - pool.allocated for pool in self.memory.pools)
+
+
+def capture_on_paper(memory: Allocations) -> Callable[[torch.device, Transport], Capture | None]:
+    """Choose as `cuda_capture` does on a GPU."""
+    return lambda device, transport: GraphsOnPaper(memory) if transport.is_capturable else None
