@@ -68,6 +68,9 @@ ONE_NODE = partial(Case, seq=8192, moments="bfloat16", cluster="1x8xh200-141gb",
 """Of Llama-3-70B on eight H200."""
 
 
+GRAPHS = Layout(tp=8, pp=4, cuda_graphs=True)
+
+
 CASES = {
     "tp8 pp4 seq 8192": Case(Layout(tp=8, pp=4), 8192),
     "tp8 pp4 seq 4096": Case(Layout(tp=8, pp=4), 4096),
@@ -81,6 +84,9 @@ CASES = {
     "tp8 pp4 seq 8192 fp8": Case(Layout(tp=8, pp=4), 8192, fp8=True),
     "tp8 pp4 seq 4096 micro-batch 2 fp8": Case(Layout(tp=8, pp=4, micro_batch=2), 4096, fp8=True),
     "tp8 pp4 seq 4096 fp8": Case(Layout(tp=8, pp=4), 4096, fp8=True),
+    "tp8 pp4 seq 4096 graphs": Case(GRAPHS, 4096),
+    "tp8 pp4 seq 4096 fp8 graphs": Case(GRAPHS, 4096, fp8=True),
+    "tp8 pp4 zero-bubble seq 4096 fp8 graphs": Case(replace(GRAPHS, schedule="zero-bubble"), 4096, fp8=True),
     "one node, recompute layer": ONE_NODE(Layout(tp=8, recompute=("layer",))),
     "one node, recompute norm and swiglu": ONE_NODE(Layout(tp=8, recompute=("norm", "swiglu"))),
 }

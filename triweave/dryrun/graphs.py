@@ -59,12 +59,17 @@ class GraphsOnPaper:
         work()
         self.memory.allocator.empty_cache()
 
+    def finish(self) -> None:
+        """See `Capture`."""
+
     @property
     def num_bytes(self) -> int:
         """See `Capture`."""
         return sum(pool.reserved - pool.allocated for pool in self.memory.pools)
 
 
-def capture_on_paper(memory: Allocations) -> Callable[[torch.device, Transport], Capture | None]:
-    """Choose as `cuda_capture` does on a GPU."""
-    return lambda device, transport: GraphsOnPaper(memory) if transport.is_capturable else None
+def capture_on_paper(
+    memory: Allocations, *, one_gpu: bool = False
+) -> Callable[[torch.device, Transport], Capture | None]:
+    """Choose as `cuda_capture` does on a GPU, or for a rank that has `one_gpu` alone, as `capture_local_copies` does."""
+    return lambda device, transport: GraphsOnPaper(memory) if one_gpu or transport.is_capturable else None

@@ -88,7 +88,7 @@ def rank_memory(resolved: ResolvedRun, rank: int, *, expandable: bool = True, on
     ):
         transport = choose_transport if one_gpu else transport_on_paper(resolved.gpus_per_node, memory.set_apart)
         fewer = replace(resolved, num_micro_batches=layout.pp)
-        engine = build_engine(fewer, META, adopt_weights, transport, capture_on_paper(memory))
+        engine = build_engine(fewer, META, adopt_weights, transport, capture_on_paper(memory, one_gpu=one_gpu))
         name_states(memory, engine)
         memory.add(OURS.workspace_bytes, components.WORKSPACE)
         places.begin(engine, lambda: memory.launches)
