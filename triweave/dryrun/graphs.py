@@ -71,5 +71,5 @@ class GraphsOnPaper:
 def capture_on_paper(
     memory: Allocations, *, one_gpu: bool = False
 ) -> Callable[[torch.device, Transport], Capture | None]:
-    """Choose as `cuda_capture` does on a GPU, or for a rank that has `one_gpu` alone, as `capture_local_copies` does."""
+    """Choose as `cuda_capture` does on a GPU, or as `capture_local_copies` does for a rank that has `one_gpu` alone."""
     return lambda device, transport: GraphsOnPaper(memory) if one_gpu or transport.is_capturable else None
