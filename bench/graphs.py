@@ -6,7 +6,8 @@
 Parts. `bits`: some steps of a small Llama both ways, by kernels whose result does not depend on timing: losses, norms,
 gradients and weights are compared bit for bit; grids of several ranks share the GPU (`one_gpu.py`). `host`: steps with
 tensors so small that the GPU waits for the host, a rank of TP 8 alone. `steps`: real shapes, the same rank of
-Llama-3-70B and whole small models, each both ways one after the other.
+Llama-3-70B and whole small models, each both ways one after the other. `train`: the command line on packed documents of
+unequal length, both ways: its losses, what it says, its memory beside what it foretold.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -23,10 +26,21 @@ from typing import Any
 import torch
 from one_gpu import share_gpu
 from result_file import result_file
+from smoke import SHARED, run_for, write_inputs
+from smoke import SMALL as SMALLEST
 
 from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
-from triweave.config.schema import DataConfig, ModelConfig, OptimizerConfig, Run, RuntimeConfig, TrainConfig
+from triweave.config.document import to_yaml
+from triweave.config.schema import (
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Run,
+    RuntimeConfig,
+    TrainConfig,
+)
 from triweave.config.validate import ResolvedRun
 from triweave.dryrun.batch import make_batch
 from triweave.dryrun.on_gpu import Measured, fill_on_device, measure_rank
@@ -179,8 +193,38 @@ def measured(case: Case, device: torch.device, shrink: int) -> dict[str, Any]:
     return row
 
 
+def trained(small: bool) -> dict[str, Any]:
+    """What `triweave train` says of packed documents without graphs and with them."""
+    size, row = SMALLEST if small else SHARED, {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model, documents = write_inputs(folder, size)
+        for way, graphs in (("eager", False), ("graphs", True)):
+            layout = LayoutConfig(cuda_graphs=graphs)
+            run = run_for(model, documents, folder, layout, "bfloat16", seq_len=size.seq_len, steps=4 if small else 12)
+            run = replace(run, output_dir=str(folder / way), runtime=RuntimeConfig(deterministic=True))
+            run_file = folder / f"{way}.yaml"
+            run_file.write_text(to_yaml(run))
+            words = [sys.executable, "-m", "triweave", "train", str(run_file)]
+            said = subprocess.run(words, check=True, timeout=240, capture_output=True, text=True).stdout
+            steps = [json.loads(line) for line in (folder / way / "metrics.jsonl").read_text().splitlines()]
+            row[way] = {
+                "losses": [step["loss"] for step in steps],
+                "step_s": [step["step_s"] for step in steps],
+                "peak_gib": steps[-1]["peak_allocated_gib"],
+                "said": [each for each in said.splitlines() if each.startswith(("layers ", "memory", "peak"))],
+            }
+    return row
+
+
 def line(part: str, name: str, row: dict[str, Any]) -> str:
     """A row for people."""
+    if part == "train":
+        return "\n".join(
+            f"{way:7} losses {one['losses'][1]:.5f} to {one['losses'][-1]:.5f}, steps {1e3 * min(one['step_s']):.1f} ms"
+            f" and more, {one['peak_gib']:.2f} GiB; it says {one['said']}"
+            for way, one in row.items()
+        )
     if part == "bits":
         said = row.get("failed") or row["differing"]
         return f"{name:32} {row.get('ranks', '?')} ranks: " + (f"DIFFERENT {said}"[:300] if said else "the same bits")
@@ -200,20 +244,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=result_file, default="runs/graphs.json")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--only", default="bits,host,steps", help="parts")
+    parser.add_argument("--only", default="bits,host,steps,train", help="parts")
     parser.add_argument("--cases", default="", help="cases with these names, between commas")
     options = parser.parse_args()
     device = device_here()
     rows: dict[str, dict[str, Any]] = {}
     failed = False
-    for part, cases in (("bits", BITS), ("host", HOST), ("steps", REAL)):
+    for part, cases in (("bits", BITS), ("host", HOST), ("steps", REAL), ("train", {"train": None})):
         if part not in options.only.split(","):
             continue
         for name, case in cases.items():
             if options.cases and name not in options.cases.split(","):
                 continue
             shrink = 16 if options.small else 1
-            if part == "bits":
+            if case is None:
+                row = trained(options.small)
+            elif part == "bits":
                 row = bits(case, shrink, options.out)
                 failed = failed or bool(row.get("failed") or row["differing"])
             else:
