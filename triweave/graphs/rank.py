@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,6 +15,7 @@ from triweave.layers.documents import Documents, Packed
 from triweave.layers.fp8 import hold_casts
 from triweave.layers.rotary import Rotation, make_rotation
 from triweave.schedule.actions import Action, Kind
+from triweave.schedule.in_flight import most_in_flight
 
 
 class Graphs:
@@ -138,14 +138,3 @@ def room_for(documents: Sequence[Packed | None]) -> Documents | None:
     if len(known) < len(documents):
         return None
     return known[0].with_room(2 * max(each.count for each in known))
-
-
-def most_in_flight(actions: Sequence[Action]) -> Mapping[int, int]:
-    """Of each stage, the most micro-batches at once between their forward and the end of their backward."""
-    ends = Kind.BACKWARD_WEIGHT if any(action.kind is Kind.BACKWARD_WEIGHT for action in actions) else Kind.BACKWARD
-    now: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    for action in actions:
-        now[action.stage] += (action.kind is Kind.FORWARD) - (action.kind is ends)
-        most[action.stage] = max(most[action.stage], now[action.stage])
-    return most

@@ -21,7 +21,8 @@ from triweave.model_spec import ModelSpec
 from triweave.overlap import exchange_bytes
 from triweave.parameters import has_tied_copy, holds_embedding, holds_head
 from triweave.planner.assumptions import OURS, Assumptions
-from triweave.planner.memory_messages import messages_waiting
+from triweave.planner.memory_graphs import graphs_bytes
+from triweave.planner.memory_messages import gradients_waiting, messages_waiting
 from triweave.planner.memory_moments import Moment, worst_moments
 from triweave.planner.memory_stage import Peak, StageTapes, components_of, stage_kept_bytes, stage_tapes
 from triweave.planner.memory_states import (
@@ -325,14 +326,24 @@ def _standing_bytes(
         "gradients": states.gradients,
         "master weights": states.master_weights,
         "moments": states.moments,
-        "workspace": a.workspace_bytes,
+        # Graphs are captured on a stream of their own, which has its own.
+        "workspace": a.workspace_bytes * (2 if s.graphs else 1),
         # Tokens, targets, positions and documents; ours loads a step's micro-batches together.
         "batch": 4 * _TOKEN_BYTES * s.tokens * (num_micro_batches if a.bookkeeping == "ours" else 1),
     }
     if a.fp8 and not (data_parallel_size(layout) > 1 and layout.shard == "full"):
         # By rows from the first forward on, by columns from the first backward, when of one micro-batch little is left.
-        standing["weights in fp8"] = min(2, num_micro_batches) * sum(weight_casts(unit, a) for unit in units)
-    if layout.pp > 1:
+        standing["weights in fp8"] = (2 if s.graphs else min(2, num_micro_batches)) * sum(
+            weight_casts(unit, a) for unit in units
+        )
+    if s.graphs:
+        expandable = a.expandable_segments
+        standing["CUDA graphs"] = graphs_bytes(layout, rank, num_micro_batches, s, expandable=expandable)
+    if s.graphs and layout.pp > 1:
+        # The next message, and the gradient that is read; what is sent ahead lies in a slot.
+        received = 1 if head and layout.vpp == 1 else 2
+        standing["p2p buffers"] = (received + gradients_waiting(layout, rank, num_micro_batches)) * s.slice
+    elif layout.pp > 1:
         # The next message is received, and those that were sent wait for the GPU, while an action computes.
         waiting = 0 if a.bookkeeping == "megatron" else messages_waiting(layout, rank, num_micro_batches)
         neighbours = 1 if rank in (0, layout.pp - 1) and layout.vpp == 1 else 2

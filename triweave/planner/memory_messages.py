@@ -10,6 +10,8 @@ _FORWARD, _BACKWARD = 11, 24
 """Kernels of one layer: its products, norms, rotary embedding, attention, SwiGLU and sums."""
 _FORWARD_COPIES, _BACKWARD_COPIES = 8, 12
 """Copies and sums of one layer for each tensor-parallel rank, where activations are split along the sequence."""
+_BESIDE_GRAPHS = 15
+"""Launches of a micro-batch beside its layers where these are graphs: cosines and sines, and copies into slots."""
 
 
 def messages_waiting(layout: Layout, rank: int, num_micro_batches: int) -> int:
@@ -26,3 +28,14 @@ def messages_waiting(layout: Layout, rank: int, num_micro_batches: int) -> int:
         return min(num_micro_batches - 1, LAUNCH_QUEUE // forward) if rank < layout.pp - 1 else 0
     neighbours = 1 if rank in (0, layout.pp - 1) and layout.vpp == 1 else 2
     return neighbours * min(num_micro_batches - 1, LAUNCH_QUEUE // (forward + backward))
+
+
+def gradients_waiting(layout: Layout, rank: int, num_micro_batches: int) -> int:
+    """Messages that were sent back and wait where layers are graphs, each one launch; those sent ahead lie in slots."""
+    stages = [stage for stage in layout.stages_of(rank) if stage]
+    if not stages or layout.schedule == "gpipe":
+        # As many inputs of stages are gone when gradients have been sent.
+        return 0
+    passes = 3 if layout.schedule == "zero-bubble" else 2
+    launches = sum(passes * layout.layers[stage] + _BESIDE_GRAPHS for stage in layout.stages_of(rank))
+    return len(stages) * min(num_micro_batches - 1, max(1, LAUNCH_QUEUE // launches))

@@ -72,8 +72,8 @@ def fits(
     rooms = [capacity_bytes - spare - (stage.used_bytes - stage.reserved_bytes) for stage in stages]
     if any(stage.peak_allocated_bytes > room for stage, room in zip(stages, rooms, strict=True)):
         return False
-    # A split backward is not replayed: its weight halves free tensors in pieces.
-    if assumptions.expandable_segments or layout.schedule == "zero-bubble":
+    # A split backward is not replayed: its weight halves free tensors in pieces. Graphs have allocators of their own.
+    if assumptions.expandable_segments or layout.schedule == "zero-bubble" or layout.cuda_graphs:
         return all(stage.reserved_bytes <= room for stage, room in zip(stages, rooms, strict=True))
     return all(
         replay_rank(spec, layout, stage.pp_rank, capacity=room, **arguments).fits

@@ -10,7 +10,7 @@ from functools import lru_cache
 from triweave.layout import Layout
 from triweave.model_spec import ModelSpec
 from triweave.parameters import holds_embedding, holds_head
-from triweave.planner import memory_megatron, memory_ours
+from triweave.planner import memory_graphs, memory_megatron, memory_ours
 from triweave.planner.assumptions import Assumptions
 from triweave.planner.memory_ours import Unit
 from triweave.planner.memory_states import shared_units, stage_units, weights_ahead
@@ -172,6 +172,12 @@ def _tapes(
     weight_half: int,
 ) -> StageTapes:
     alone = Unit()
+    if s.graphs:
+        # Of layers nothing is kept but what came in, unless it was looked up here. Whole sums of gradients stand.
+        after = memory_graphs.without_input(_head(s, a, alone)) if head else None
+        before = _embedding(s, a, alone) if embedding else None
+        kept = {} if embedding else {"stage input": s.slice}
+        return StageTapes(before, memory_graphs.layers_block(s), num_layers, after, kept)
     per_micro_batch = {"rotary tables": 2 * s.rotary} if a.bookkeeping == "ours" else {}
     if a.keeps_stage_output and not head:
         per_micro_batch["stage output"] = s.slice

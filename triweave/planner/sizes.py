@@ -51,6 +51,8 @@ class Sizes:
     offload: frozenset[Offload]
     gated: bool
     fp8: bool = False
+    graphs: bool = False
+    """Whether layers run as CUDA graphs, in memory of their own."""
 
     def in_fp8(self, size: int) -> int:
         """The cast of a tensor of `size` bytes, one way; nothing where products are not in fp8."""
@@ -118,7 +120,14 @@ def sizes_of(spec: ModelSpec, layout: Layout, seq_len: int, dtype: str, assumpti
         offload=frozenset(layout.offload),
         gated=spec.gated_mlp,
         fp8=assumptions.fp8,
+        graphs=_captures(layout, assumptions),
     )
+
+
+def _captures(layout: Layout, assumptions: Assumptions) -> bool:
+    """Whether layers run as CUDA graphs, which hold no collectives: slices go by copy engines, inside a host."""
+    host = assumptions.gpus_per_node or layout.world_size
+    return layout.cuda_graphs and assumptions.bookkeeping == "ours" and layout.tp <= host
 
 
 def local_vocabulary(vocab_size: int, tp: int, assumptions: Assumptions) -> int:

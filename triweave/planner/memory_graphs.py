@@ -1,0 +1,119 @@
+"""Layers as CUDA graphs (`triweave/graphs`): what their slots take for good, and what of a layer stays outside of them.
+
+A slot is one micro-batch in flight: memory of its own, in which the passes of a stage's layers are captured one after
+the other. What it takes is what the caching allocator reserves for them, so their tapes are put to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from triweave.layout import Layout
+from triweave.planner.allocator import CachingAllocator, MemoryBlock
+from triweave.planner.memory_moments import saturating_micro_batches
+from triweave.planner.memory_ours import Unit, layer_block
+from triweave.planner.sizes import Sizes
+from triweave.planner.tape import Block, Pass, Step, Tape
+from triweave.schedule.build import rank_order
+from triweave.schedule.in_flight import most_in_flight
+
+_BOUNDLESS = 2**62
+
+
+def graphs_bytes(layout: Layout, rank: int, num_micro_batches: int, s: Sizes, *, expandable: bool) -> int:
+    """What all slots of a rank take, and the places that are copied to: inputs, rotations, gradients of outputs."""
+    split = layout.schedule == "zero-bubble"
+    total = 0 if split else s.slice
+    for stage, count in slots_of(layout, rank, num_micro_batches):
+        places = s.slice * (2 if split else 1) + 2 * s.rotary
+        total += count * (places + slot_bytes(s, layout.layers[stage], split, expandable))
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _slots(schedule: str, pp: int, vpp: int, num_micro_batches: int, rank: int) -> tuple[tuple[int, int], ...]:
+    return tuple(most_in_flight(rank_order(schedule, rank, pp, vpp, num_micro_batches)).items())
+
+
+def slots_of(layout: Layout, rank: int, num_micro_batches: int) -> Sequence[tuple[int, int]]:
+    """Virtual stages of a rank and their slots."""
+    schedule, pp, vpp = layout.schedule, layout.pp, layout.vpp
+    return _slots(schedule, pp, vpp, saturating_micro_batches(schedule, pp, vpp, num_micro_batches), rank)
+
+
+@lru_cache(maxsize=4096)
+def slot_bytes(s: Sizes, num_layers: int, split: bool, expandable: bool) -> int:
+    """What an allocator of its own reserves for one micro-batch of `num_layers` layers, all their passes in order.
+
+    Outputs and gradients of inputs are held until all is captured (`graphs/capture.py`).
+    """
+    block = layer_block(s, Unit())
+    slot = _Slot(CachingAllocator(_BOUNDLESS, expandable))
+    for layer in range(num_layers):
+        slot.run(block.forward.steps, layer)
+    put_off = _put_off(s) if split else frozenset()
+    for layer in reversed(range(num_layers)):
+        # The last step frees what the layer before reads.
+        slot.run(block.backward.steps[:-1], layer, put_off)
+    return slot.allocator.peak_reserved
+
+
+def _put_off(s: Sizes) -> frozenset[str]:
+    """What the input half of a backward leaves for the weight half: inputs and output gradients of products."""
+    if s.keeps_columns:
+        names = "attention input", "attention output", "mlp input", "product", "gradient"
+        return frozenset(f"{name} by columns" for name in names)
+    gathered = "gathered " if s.keeps_gathered and s.sequence_parallel else ""
+    names = f"{gathered}attention input", f"{gathered}mlp input", "gathered gradient"
+    if s.fp8:
+        return frozenset((*names, "attention output by columns", "product by columns", "gradient by columns"))
+    of_sum = () if s.sequence_parallel else ("gradient",)
+    return frozenset((*names, *of_sum, "attention output", "product", "projected gradient"))
+
+
+class _Slot:
+    """Tensors by layer and name."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.blocks: dict[tuple[int, str], MemoryBlock] = {}
+
+    def run(self, steps: Sequence[Step], layer: int, put_off: frozenset[str] = frozenset()) -> None:
+        for name, size in steps:
+            if size > 0:
+                self.blocks[layer, name] = self.allocator.allocate(size)
+            elif size < 0:
+                block = self.blocks.pop((layer, name), None)
+                if block is not None and name in put_off:
+                    self.blocks[layer, f"{name} {len(self.blocks)} put off"] = block
+                elif block is not None:
+                    self.allocator.release(block)
+            else:
+                old, _, new = name.partition(">")
+                block = self.blocks.pop((layer, old), None)
+                if block is not None:
+                    self.blocks[layer, new] = block
+
+
+def layers_block(s: Sizes) -> Block:
+    """What of a stage's layers lies outside of their slots: what comes in, and the gradient that goes out."""
+    f = Tape({"input": s.slice})
+    f.make("rotary tables", 2 * s.rotary)
+    b = Tape({"gradient": s.slice})
+    b.make("input's gradient", s.slice)
+    return Block({}, Pass.of(f), Pass.of(b))
+
+
+def without_input(block: Block) -> Block:
+    """The head after layers in a slot: its input lies there."""
+    size = block.kept["input"]
+    kept = {name: bytes_ for name, bytes_ in block.kept.items() if name != "input"}
+    return Block(kept, _without(block.forward, size), _without(block.backward, size), block.put_off)
+
+
+def _without(one: Pass, size: int) -> Pass:
+    at_peak = dict(one.at_peak)
+    # Where it is freed before the peak it was no part of it.
+    found = size if at_peak.pop("input", 0) else 0
+    return Pass(one.steps, one.peak - found, at_peak)
