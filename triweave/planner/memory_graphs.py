@@ -52,24 +52,38 @@ def slot_bytes(s: Sizes, num_layers: int, split: bool, expandable: bool) -> int:
     slot = _Slot(CachingAllocator(_BOUNDLESS, expandable))
     for layer in range(num_layers):
         slot.run(block.forward.steps, layer)
-    put_off = _put_off(s) if split else frozenset()
+    # The last step frees what the layer before reads.
+    backward = block.backward.steps[:-1]
+    put_off = _put_off(backward, s) if split else frozenset()
     for layer in reversed(range(num_layers)):
-        # The last step frees what the layer before reads.
-        slot.run(block.backward.steps[:-1], layer, put_off)
+        slot.run(backward, layer, put_off)
     return slot.allocator.peak_reserved
 
 
-def _put_off(s: Sizes) -> frozenset[str]:
-    """What the input half of a backward leaves for the weight half: inputs and output gradients of products."""
+def _put_off(steps: Sequence[Step], s: Sizes) -> frozenset[int]:
+    """Which steps of a backward, by their places, free nothing where its weight half comes later.
+
+    It reads inputs of products, which may have been computed again and given up before, and output gradients.
+    """
     if s.keeps_columns:
-        names = "attention input", "attention output", "mlp input", "product", "gradient"
-        return frozenset(f"{name} by columns" for name in names)
-    gathered = "gathered " if s.keeps_gathered and s.sequence_parallel else ""
-    names = f"{gathered}attention input", f"{gathered}mlp input", "gathered gradient"
-    if s.fp8:
-        return frozenset((*names, "attention output by columns", "product by columns", "gradient by columns"))
-    of_sum = () if s.sequence_parallel else ("gradient",)
-    return frozenset((*names, *of_sum, "attention output", "product", "projected gradient"))
+        inputs = [f"{name} by columns" for name in ("attention input", "attention output", "mlp input", "product")]
+        gradients = ["gradient by columns"]
+    else:
+        gathered = "gathered " if s.keeps_gathered and s.sequence_parallel else ""
+        cast = " by columns" if s.fp8 else ""
+        inputs = [f"{gathered}attention input", f"{gathered}mlp input", f"attention output{cast}", f"product{cast}"]
+        gradients = ["gathered gradient" if s.sequence_parallel else "gradient"]
+        gradients += [] if s.fp8 else ["projected gradient"]
+    freed: dict[str, list[int]] = {}
+    for place, (name, size) in enumerate(steps):
+        if size < 0:
+            freed.setdefault(name, []).append(place)
+    places = [place for name in inputs for place in freed.get(name, [])[-1:]]
+    places += [place for name in gradients for place in freed.get(name, [])]
+    if s.fp8 and not s.keeps_columns:
+        # Of a sum's gradient, which was gathered, the cast by columns is made in the weight half: of every other one.
+        places += freed.get("gradient by columns", [])[1::2]
+    return frozenset(places)
 
 
 class _Slot:
@@ -79,14 +93,14 @@ class _Slot:
         self.allocator = allocator
         self.blocks: dict[tuple[int, str], MemoryBlock] = {}
 
-    def run(self, steps: Sequence[Step], layer: int, put_off: frozenset[str] = frozenset()) -> None:
-        for name, size in steps:
+    def run(self, steps: Sequence[Step], layer: int, put_off: frozenset[int] = frozenset()) -> None:
+        for place, (name, size) in enumerate(steps):
             if size > 0:
                 self.blocks[layer, name] = self.allocator.allocate(size)
             elif size < 0:
                 block = self.blocks.pop((layer, name), None)
-                if block is not None and name in put_off:
-                    self.blocks[layer, f"{name} {len(self.blocks)} put off"] = block
+                if block is not None and place in put_off:
+                    self.blocks[layer, f"{name}, put off at {place}"] = block
                 elif block is not None:
                     self.allocator.release(block)
             else:
