@@ -7,21 +7,23 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
 from triweave.catalogue import find_model
 from triweave.cluster import parse_cluster
 from triweave.errors import InputError
-from triweave.layout import Layout, Recompute, Shard, even_layers
+from triweave.layout import Layout, Recompute, Schedule, Shard, even_layers
 from triweave.model_spec import ModelSpec
-from triweave.planner.machine import MACHINES, machine
+from triweave.planner.machine import MACHINES, Precision, machine
 from triweave.planner.time_actions import action_costs
 from triweave.planner.time_collectives import all_reduce_ports_s, reduce_scatter_s
 from triweave.planner.time_layer import layer_work
 from triweave.planner.time_listing import layer_operations
 from triweave.planner.time_operations import Kernel, moved
 from triweave.planner.time_parts import add, place_of
+from triweave.planner.time_pipeline import StageCost
 from triweave.planner.time_shapes import Decoder, decoder_of
 from triweave.planner.time_stack import COMPILED, Bytes, Rerun, Stack
 from triweave.planner.time_step import StepTime, predict_step
@@ -274,6 +276,38 @@ def test_small_layers_wait_for_the_host() -> None:
     large = predicted(tiny, tp=1, pp=1, dp=32, seq_len=4096, global_batch=512, micro_batch=16)
     assert small.breakdown.host > 0.3 * small.step_s
     assert large.breakdown.host == 0.0
+
+
+@pytest.mark.parametrize(
+    ("precision", "forward_ms", "backward_ms"), [("bf16", 0.78, 1.54), ("fp8", 1.15, 2.15)], ids=["bf16", "fp8"]
+)
+def test_graphs_need_little_of_the_host(precision: Precision, forward_ms: float, backward_ms: float) -> None:
+    """20 layers as graphs take a host what was measured, whatever is recomputed, and a weight half a launch a layer."""
+    question = {"seq_len": 4096, "global_batch": 32, "precision": precision}
+
+    def hosts(schedule: Schedule = "1f1b", **changes: Any) -> StageCost:
+        layout = Layout(tp=8, pp=4, schedule=schedule, layers=even_layers(80, 4), cuda_graphs=True)
+        layout = dataclasses.replace(layout, **changes)
+        return action_costs(LLAMA_70B, layout, parse_cluster("4x8xh200-141gb"), **question).hosts[1]
+
+    assert (1e3 * hosts().forward, 1e3 * hosts().backward_input) == pytest.approx((forward_ms, backward_ms))
+    assert hosts(recompute=("layer",)) == hosts()
+    assert hosts().backward_weight == 0 < hosts("zero-bubble").backward_weight < hosts().backward_input
+    eager = hosts(cuda_graphs=False)
+    assert eager.total > 3 * hosts().total
+    # Over nodes, sums are collectives, which graphs do not hold.
+    across = {"tp": 16, "pp": 2, "layers": even_layers(80, 2)}
+    assert hosts(**across) == hosts(**across, cuda_graphs=False)
+
+
+def test_graphs_end_the_wait_for_the_host() -> None:
+    """What a tiny micro-batch waits for its host is gone with graphs; a step that does not wait is as it was."""
+    tiny = Decoder(24, 1024, 4096, 16, 16, 64, 32000)
+    small = {"tp": 1, "pp": 1, "dp": 32, "seq_len": 512, "global_batch": 32}
+    waits, runs = (predicted(tiny, **small, cuda_graphs=graphs) for graphs in (False, True))
+    assert waits.breakdown.host > 0 == runs.breakdown.host
+    assert waits.step_s - runs.step_s == pytest.approx(waits.breakdown.host)
+    assert predicted(cuda_graphs=True) == predicted()
 
 
 def test_batch_that_does_not_divide_is_refused() -> None:

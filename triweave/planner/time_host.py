@@ -9,7 +9,7 @@ read, vTrain's rows on four and eight GPUs are off by 8 %, and by 13 % if the ho
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import sub
 
@@ -24,11 +24,30 @@ _REPEATED: dict[Recompute, float] = {"norm": 0.1, "swiglu": 0.1, "attention": 0.
 """Share of a layer's launches forward that are issued again, where it was not measured."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    """Seconds of the host that issued them for a layer's pass as a CUDA graph: a launch, and two nodes of autograd."""
+
+    forward: float
+    backward: float
+
+
+_GRAPHS = {"bf16": _Graphs(0.78e-3 / 20, 1.54e-3 / 20), "fp8": _Graphs(1.15e-3 / 20, 2.15e-3 / 20)}
+"""20 layers of a TP 8 rank whose tensors are tiny, on an H200's host (`python bench/graphs.py --only host`); the GPU
+may have been the slower of the two there, so that a host needs no more."""
+_GRAPHS_LAUNCH_S = 7.4e-6
+"""One kernel on such a host, by the profile of one H200; others are as much slower or faster at a graph."""
+
+
 def stage_hosts(place: Place, layout: Layout) -> tuple[StageCost, ...]:
     """Seconds of the host for one micro-batch on each virtual stage, where it runs ahead."""
     if not place.stack.own:
         return ()
-    layer = layer_host(place, layout.shard if layout.replicas > 1 else None)
+    shard = layout.shard if layout.replicas > 1 else None
+    if layout.cuda_graphs and place.tp.nodes == 1:
+        layer = graphs_host(place, shard, split=layout.schedule == "zero-bubble")
+    else:
+        layer = layer_host(place, shard)
     launch_s = place.trainer.launch_s or 0.0 if place.trainer is not None else 0.0
     found = []
     for stage, count in enumerate(layout.layers):
@@ -62,6 +81,24 @@ def layer_host(place: Place, shard: Shard | None) -> StageCost:
     if place.precision == "fp8":
         casts = _more(known, (ranks, None, (), "fp8"), (ranks, None, (), "bf16"))
         layer = _sum(layer, replace(casts, backward_input=casts.backward_input + again * casts.forward))
+    return _sum(layer, _more(known, (1, shard, (), "bf16"), (1, None, (), "bf16")))
+
+
+@lru_cache(maxsize=4096)
+def graphs_host(place: Place, shard: Shard | None, *, split: bool) -> StageCost:
+    """Of one layer whose passes are CUDA graphs; hooks and reductions run beside them as they do without.
+
+    Args:
+        place: where it runs.
+        shard: how replicas share its states; None where there are none.
+        split: whether the schedule has a weight half, which is one launch more.
+    """
+    known = place.trainer.hosts if place.trainer is not None else {}
+    measured = place.trainer.launch_s if place.trainer is not None else None
+    launch_s = measured or _GRAPHS_LAUNCH_S
+    one = _GRAPHS["fp8" if place.precision == "fp8" else "bf16"]
+    slower = launch_s / _GRAPHS_LAUNCH_S
+    layer = StageCost(one.forward * slower, one.backward * slower, launch_s if split else 0.0)
     return _sum(layer, _more(known, (1, shard, (), "bf16"), (1, None, (), "bf16")))
 
 
