@@ -27,7 +27,7 @@ from triweave.llama import DecoderLayer
 from triweave.planner.allocator import MIB, CachingAllocator
 from triweave.planner.forecast import stages_of
 from triweave.schedule.build import build_schedule
-from triweave.schedule.in_flight import most_in_flight
+from triweave.schedule.slots import most_in_flight
 from triweave.training.engine import Engine, build_engine
 
 SEQ, MICRO_BATCHES = 1024, 8

@@ -55,6 +55,7 @@ def plan(
     """
     from triweave.planner.answer import to_json, to_text
     from triweave.planner.ask import answer_for, make_request
+    from triweave.planner.graphs import offer_graphs
     from triweave.planner.request import timeline_of
     from triweave.planner.search import search
     from triweave.planner.words import typed
@@ -67,7 +68,7 @@ def plan(
             found = answer_for(request, layout)
         else:
             with _uncollected(), _Shown() as progress:
-                found = search(request, top, progress)
+                found = offer_graphs(request, search(request, top, progress))
     if json:
         print(json_module.dumps(to_json(request, found)))
     else:

@@ -15,7 +15,7 @@ from triweave.layers.documents import Documents, Packed
 from triweave.layers.fp8 import hold_casts
 from triweave.layers.rotary import Rotation, make_rotation
 from triweave.schedule.actions import Action, Kind
-from triweave.schedule.in_flight import most_in_flight
+from triweave.schedule.slots import most_in_flight
 
 
 class Graphs:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 from triweave.layout import Layout, even_layers
 from triweave.planner.assumptions import GIB
+from triweave.planner.graphs import what_graphs_do
 from triweave.planner.offloads import fastest_that_fits, offloaded_layouts, what_it_pins
 from triweave.planner.request import (
     MAX_OOM_PROBABILITY,
@@ -46,6 +47,7 @@ def why(request: Request, candidate: Candidate) -> list[str]:
     """Sentences about one layout, the most telling first."""
     lines = [_where_time_goes(candidate), _where_memory_goes(request, candidate)]
     lines += what_it_pins(request, candidate)
+    lines += what_graphs_do(request, candidate)
     lines += _what_its_axes_are_for(request, candidate)
     if not candidate.fits:
         lines += _what_would_fit(request, candidate)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from triweave.layout import Layout
+from triweave.layout import Layout, Schedule
 from triweave.planner.allocator import CachingAllocator, MemoryBlock
 from triweave.planner.memory_moments import saturating_micro_batches
 from triweave.planner.memory_ours import Unit, layer_block
 from triweave.planner.sizes import Sizes
 from triweave.planner.tape import Block, Pass, Step, Tape
 from triweave.schedule.build import rank_order
-from triweave.schedule.in_flight import most_in_flight
+from triweave.schedule.slots import most_in_flight
 
 _BOUNDLESS = 2**62
 
@@ -32,7 +32,7 @@ def graphs_bytes(layout: Layout, rank: int, num_micro_batches: int, s: Sizes, *,
 
 
 @lru_cache(maxsize=4096)
-def _slots(schedule: str, pp: int, vpp: int, num_micro_batches: int, rank: int) -> tuple[tuple[int, int], ...]:
+def _slots(schedule: Schedule, pp: int, vpp: int, num_micro_batches: int, rank: int) -> tuple[tuple[int, int], ...]:
     return tuple(most_in_flight(rank_order(schedule, rank, pp, vpp, num_micro_batches)).items())
 
 

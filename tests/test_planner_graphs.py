@@ -1,0 +1,94 @@
+"""CUDA graphs as `plan` offers them: where a step waits for its host, where they are legal, and where they fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from triweave.layout import Layout, even_layers
+from triweave.planner.ask import make_request, run_file_text
+from triweave.planner.explain import why
+from triweave.planner.graphs import offer_graphs, with_graphs
+from triweave.planner.request import Candidate, Request, legal_problems, price
+from triweave.planner.search import Plan, search
+
+SMALL = "meta-llama/Llama-3.2-1B"
+
+
+def asked(seq: int, *, cluster: str = "1x1xh200-141gb", batch: int = 8, model: str = SMALL) -> Request:
+    return make_request(model, cluster, seq, batch)
+
+
+def one_gpu(request: Request, **changes: object) -> Candidate:
+    layout = Layout(layers=even_layers(request.spec.num_hidden_layers, 1))
+    return price(request, replace(layout, **changes))  # type: ignore[arg-type]
+
+
+def test_a_step_that_waits_is_offered_graphs() -> None:
+    """Sequences so short that the host is waited for: graphs are the answer, and what they cost and bring is said."""
+    request = asked(512)
+    (eager,) = search(request, 1).candidates
+    (found,) = offer_graphs(request, search(request, 1)).candidates
+    assert found == price(request, replace(eager.layout, cuda_graphs=True))
+    assert found.fits
+    assert found.time.step_s < 0.99 * eager.time.step_s
+    assert not legal_problems(request, found.layout)
+    (line,) = (line for line in why(request, found) if "CUDA graphs" in line)
+    more = max(a.used_bytes - b.used_bytes for a, b in zip(found.memory, eager.memory, strict=True)) / 2**30
+    assert f"{more:.1f} GiB more" in line
+    assert f"{1e3 * (eager.time.step_s - found.time.step_s):.0f} ms off" in line
+
+
+def test_a_step_that_does_not_wait_is_left_alone() -> None:
+    """Long sequences keep the GPU busy: nothing is offered, nothing is said."""
+    request = asked(8192)
+    plan = search(request, 2)
+    assert offer_graphs(request, plan) is plan
+    assert not any("CUDA graphs" in line for one in plan.candidates for line in why(request, one))
+
+
+def test_what_does_not_fit_is_said_and_not_offered() -> None:
+    """On a card that has no room for the slots the answer is as it was, and says what graphs would bring."""
+    request = asked(512)
+    plain = one_gpu(request, micro_batch=1)
+    graphs = with_graphs(request, plain)
+    assert graphs is not None
+    room = (plain.peak_bytes * 1.05 + graphs.peak_bytes * 1.05) / 2
+    tight = replace(request, cluster=replace(request.cluster, gpu=replace(request.cluster.gpu, memory_bytes=int(room))))
+    again = price(tight, plain.layout)
+    assert again.oom_probability < price(tight, graphs.layout).oom_probability
+    offer = offer_graphs(tight, Plan((again,), (), 1))
+    expected = price(tight, graphs.layout)
+    assert offer.candidates[0].layout.cuda_graphs == expected.fits
+
+
+@pytest.mark.parametrize("shard", ["gradients", "full"])
+def test_what_is_not_legal_is_not_offered(shard: str) -> None:
+    """Sums of gradients that come and go have no graphs."""
+    request = asked(512, cluster="1x2xh200-141gb")
+    plain = one_gpu(request, dp=2, shard=shard)
+    assert plain.time.breakdown.host > 0
+    assert with_graphs(request, plain) is None
+
+
+def test_answers_stay_in_order_and_in_number() -> None:
+    """Graphs change no count of answers, and the fastest comes first still."""
+    request = asked(512, cluster="1x4xh200-141gb", batch=32)
+    plan = search(request, 5)
+    found = offer_graphs(request, plan)
+    assert any(one.layout.cuda_graphs for one in found.candidates)
+    assert len(found.candidates) == len(plan.candidates)
+    times = [one.time.step_s for one in found.candidates]
+    assert times == sorted(times)
+    assert all(one.fits for one in found.candidates)
+    without = {replace(one.layout, cuda_graphs=False) for one in found.candidates}
+    assert without == {one.layout for one in plan.candidates}
+
+
+def test_the_run_file_packs_nothing() -> None:
+    """Packed micro-batches run without graphs, so a run file with them does not pack."""
+    request = asked(512)
+    plain = one_gpu(request)
+    assert "packing: false" in run_file_text(request, replace(plain.layout, cuda_graphs=True))
+    assert "packing: false" not in run_file_text(request, plain.layout)
