@@ -269,3 +269,13 @@ def test_the_closed_form_knows_what_is_not_captured() -> None:
     """Where slices go by collectives the prediction is that of layers without graphs."""
     eager, graphs = (stages_of(replace(run, gpus_per_node=1)) for run in both(Layout(tp=2)))
     assert [one.peak_allocated_bytes for one in graphs] == [one.peak_allocated_bytes for one in eager]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
+def test_packed_documents_are_captured(layout: Layout) -> None:
+    """With several documents in a sequence layers run in slots too, which take what the closed form says."""
+    _, graphs = both(layout)
+    packed = replace(graphs, run=replace(graphs.run, data=replace(graphs.run.data, packing=True)))
+    found, told = rank_memory(packed, 0), stages_of(packed)[0]
+    assert found.components[GRAPHS] > 0
+    assert told.peak_allocated_bytes == pytest.approx(found.peak_bytes + found.peer_bytes, rel=0.02)

@@ -15,12 +15,12 @@ from parity import engine_for, in_pieces, local_batch, make_samples
 from ranks import Ranks
 from tiny_configs import tiny_config
 from torch import Tensor
-from triweave.schedule.in_flight import most_in_flight
 
 from triweave.graphs.rank import room_for
 from triweave.layers.documents import Documents
 from triweave.layout import Layout
 from triweave.schedule.build import build_schedule
+from triweave.schedule.slots import most_in_flight
 from triweave.training.engine import Engine
 from triweave.training.not_finite import find_not_finite
 from triweave.training.step import Batch, evaluate_step, train_step

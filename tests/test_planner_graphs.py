@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from triweave.layout import Layout, even_layers
-from triweave.planner.ask import make_request, run_file_text
+from triweave.planner.ask import make_request
 from triweave.planner.explain import why
 from triweave.planner.graphs import offer_graphs, with_graphs
 from triweave.planner.request import Candidate, Request, legal_problems, price
@@ -91,11 +91,3 @@ def test_answers_stay_in_order_and_in_number() -> None:
     assert all(one.fits for one in found.candidates)
     without = {replace(one.layout, cuda_graphs=False) for one in found.candidates}
     assert without == {one.layout for one in plan.candidates}
-
-
-def test_the_run_file_packs_nothing() -> None:
-    """Packed micro-batches run without graphs, so a run file with them does not pack."""
-    request = asked(512)
-    plain = one_gpu(request)
-    assert "packing: false" in run_file_text(request, replace(plain.layout, cuda_graphs=True))
-    assert "packing: false" not in run_file_text(request, plain.layout)

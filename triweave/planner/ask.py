@@ -153,8 +153,7 @@ def run_file_text(request: Request, layout: Layout) -> str:
             tp_across_nodes=layout.tp > request.cluster.gpus_per_node,
             layers="even" if even else layers,
         ),
-        # Packed micro-batches run without graphs.
-        data=DataConfig(train=("train.jsonl",), seq_len=request.seq_len, packing=not layout.cuda_graphs),
+        data=DataConfig(train=("train.jsonl",), seq_len=request.seq_len),
         optimizer=OptimizerConfig(moments=request.assumptions.moments),
         train=TrainConfig(global_batch=request.global_batch, epochs=1.0),
     )

@@ -46,13 +46,13 @@ def what_graphs_do(request: Request, candidate: Candidate) -> Iterator[str]:
     if candidate.layout.cuda_graphs:
         plain = price(request, replace(candidate.layout, cuda_graphs=False))
         yield (
-            f"CUDA graphs (data.packing: false) take {_cost(plain, candidate)} GiB more, and"
+            f"CUDA graphs take {_cost(plain, candidate)} GiB more, and"
             f" {_gain_ms(plain, candidate)} ms off a step of {1e3 * plain.time.step_s:.0f} ms that waits for its host"
         )
     elif (other := with_graphs(request, candidate)) is not None:
         verdict = "" if other.fits else f"; {other.peak_bytes / GIB:.1f} GiB do not fit"
         yield (
-            f"CUDA graphs (cuda_graphs: true, data.packing: false) would take {_cost(candidate, other)} GiB more and"
+            f"CUDA graphs (cuda_graphs: true) would take {_cost(candidate, other)} GiB more and"
             f" {_gain_ms(candidate, other)} ms off a step that waits for its host{verdict}"
         )
 
