@@ -138,6 +138,7 @@ def eager_again(rank: int, folder: Path, layout: Layout, samples: list[Sample]) 
         counts.append(sum(pool.replays for pool in capture.pools))
 
     train_step(engine, batch, 1e-2, 1.0)
+    find_not_finite(engine, batch)  # of one micro-batch at a time: its schedule is not to be captured
     step(batch)
     with engine.pipeline.graphs.paused():
         step(batch)

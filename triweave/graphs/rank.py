@@ -71,7 +71,7 @@ class Graphs:
             positions: of one of its micro-batches, `[seq, batch]`.
             documents: of each of them.
         """
-        if self._capture is None or any(stage.slots for stage in self._stages.values()):
+        if self._capture is None or any(stage.slots or stage.are_paused for stage in self._stages.values()):
             return
         if not self._is_warm:
             self._is_warm = True

@@ -22,7 +22,7 @@ from triweave.overlap import exchange_bytes
 from triweave.parameters import has_tied_copy, holds_embedding, holds_head
 from triweave.planner.assumptions import OURS, Assumptions
 from triweave.planner.memory_graphs import graphs_bytes
-from triweave.planner.memory_messages import gradients_waiting, messages_waiting
+from triweave.planner.memory_messages import message_buffers
 from triweave.planner.memory_moments import Moment, worst_moments
 from triweave.planner.memory_stage import Peak, StageTapes, components_of, stage_kept_bytes, stage_tapes
 from triweave.planner.memory_states import (
@@ -339,15 +339,10 @@ def _standing_bytes(
     if s.graphs:
         expandable = a.expandable_segments
         standing["CUDA graphs"] = graphs_bytes(layout, rank, num_micro_batches, s, expandable=expandable)
-    if s.graphs and layout.pp > 1:
-        # The next message, and the gradient that is read; what is sent ahead lies in a slot.
-        received = 1 if head and layout.vpp == 1 else 2
-        standing["p2p buffers"] = (received + gradients_waiting(layout, rank, num_micro_batches)) * s.slice
-    elif layout.pp > 1:
-        # The next message is received, and those that were sent wait for the GPU, while an action computes.
-        waiting = 0 if a.bookkeeping == "megatron" else messages_waiting(layout, rank, num_micro_batches)
-        neighbours = 1 if rank in (0, layout.pp - 1) and layout.vpp == 1 else 2
-        standing["p2p buffers"] = (1 + neighbours + waiting) * s.slice
+    if layout.pp > 1:
+        ours = a.bookkeeping == "ours"
+        count = message_buffers(layout, rank, num_micro_batches, runs_ahead=ours, graphs=s.graphs)
+        standing["p2p buffers"] = count * s.slice
     if a.bookkeeping == "ours":
         standing["copies between ranks"] = _shared_beside(layout, units, s, a.gpus_per_node)
     if a.weight_gradient_cache:

@@ -14,6 +14,26 @@ _BESIDE_GRAPHS = 15
 """Launches of a micro-batch beside its layers where these are graphs: cosines and sines, and copies into slots."""
 
 
+def message_buffers(layout: Layout, rank: int, num_micro_batches: int, *, runs_ahead: bool, graphs: bool) -> int:
+    """Messages that a rank of a pipeline has memory for while an action computes.
+
+    Args:
+        layout: the grid.
+        rank: the pipeline rank.
+        num_micro_batches: of a step.
+        runs_ahead: whether the host runs ahead of the GPU, which messages that were sent then wait for.
+        graphs: whether layers are CUDA graphs.
+    """
+    alone = layout.vpp == 1
+    if graphs:
+        # The next one, and the gradient that is read; what is sent ahead lies in a slot.
+        received = 1 if rank == layout.pp - 1 and alone else 2
+        return received + gradients_waiting(layout, rank, num_micro_batches)
+    # The next one is received, and those that were sent wait for the GPU.
+    neighbours = 1 if rank in (0, layout.pp - 1) and alone else 2
+    return 1 + neighbours + (messages_waiting(layout, rank, num_micro_batches) if runs_ahead else 0)
+
+
 def messages_waiting(layout: Layout, rank: int, num_micro_batches: int) -> int:
     """Messages of pipeline rank `rank` that wait beside the last one in each direction.
 

@@ -32,7 +32,7 @@ class _Graphs:
     backward: float
 
 
-_GRAPHS = {"bf16": _Graphs(0.78e-3 / 20, 1.54e-3 / 20), "fp8": _Graphs(1.15e-3 / 20, 2.15e-3 / 20)}
+_GRAPHS = {"bf16": _Graphs(0.78e-3 / 20, 1.53e-3 / 20), "fp8": _Graphs(1.14e-3 / 20, 2.10e-3 / 20)}
 """20 layers of a TP 8 rank whose tensors are tiny, on an H200's host (`python bench/graphs.py --only host`); the GPU
 may have been the slower of the two there, so that a host needs no more."""
 _GRAPHS_LAUNCH_S = 7.4e-6
