@@ -16,6 +16,7 @@ from ranks import Ranks
 from tiny_configs import tiny_config
 from torch import Tensor
 
+from triweave.graphs.cuda import CudaPool
 from triweave.graphs.rank import room_for
 from triweave.layers.documents import Documents
 from triweave.layout import Layout
@@ -157,3 +158,47 @@ def test_layers_run_by_themselves_where_graphs_do_not_fit(ranks: Ranks, tmp_path
     (counts,) = ranks.run(1, eager_again, folder, Layout(), samples)
     step = 2 * layers * passes
     assert counts == [step, step, step + step // 2, step + step // 2]
+
+
+# --- CUDA's part ------------------------------------------------------------------------------------------------------
+
+
+def cuda_pool(events: list[str], monkeypatch: pytest.MonkeyPatch) -> CudaPool:
+    """A pool whose graphs tell what is done to them; one that was broken off cannot be ended, as CUDA has it."""
+
+    class Graph:
+        def capture_begin(self, **_: object) -> None:
+            events.append("begin")
+
+        def capture_end(self) -> None:
+            events.append("end")
+            if "work fails" in events:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+        def replay(self) -> None:
+            events.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    return CudaPool(None, None, lambda: events.append("settle"))  # type: ignore[arg-type]
+
+
+def test_a_graph_begins_and_ends_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is under way when a capture begins, when it ends, and when it is replayed."""
+    events: list[str] = []
+    _, replay = cuda_pool(events, monkeypatch).capture(lambda: events.append("work"))
+    replay()
+    assert events == ["settle", "begin", "work", "settle", "end", "settle", "replay"]
+
+
+def test_what_breaks_a_capture_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Want of memory while a graph is captured is told as such, not as what becomes of the capture."""
+    events: list[str] = []
+
+    def work() -> None:
+        events.append("work fails")
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda_pool(events, monkeypatch).capture(work)
+    assert events == ["settle", "begin", "work fails", "end"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,8 @@ class CudaCapture:
     settle: Callable[[], None]
     """Ends what is under way on other streams: a graph begins and ends with nothing under way."""
     stream: torch.cuda.Stream = field(init=False)
-    pools: list[CudaPool] = field(init=False, default_factory=list)
+    pools: list[Any] = field(init=False, default_factory=list)
+    """torch's words for them."""
     num_bytes: int = field(init=False, default=0)
     """See `Capture`."""
 
@@ -30,8 +32,8 @@ class CudaCapture:
 
     def pool(self) -> CudaPool:
         """See `Capture`."""
-        self.pools.append(CudaPool(self, torch.cuda.graph_pool_handle()))
-        return self.pools[-1]
+        self.pools.append(torch.cuda.graph_pool_handle())
+        return CudaPool(self.pools[-1], self.stream, self.settle)
 
     def warm_up(self, work: Callable[[], object]) -> None:
         """See `Capture`. cuBLAS has a workspace for each stream and thread, which is not to lie in a pool."""
@@ -48,39 +50,43 @@ class CudaCapture:
     def finish(self) -> None:
         """See `Capture`."""
         torch.cuda.synchronize(self.device)
-        ours = {pool.handle for pool in self.pools}
         self.num_bytes = sum(
             segment["total_size"] - segment["allocated_size"]
             for segment in torch.cuda.memory_snapshot()
-            if tuple(segment["segment_pool_id"]) in ours
+            if tuple(segment["segment_pool_id"]) in self.pools
         )
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class CudaPool:
-    """Memory of one slot, and the graphs that use it."""
+    """Memory of one slot; it stays while there are graphs that use it."""
 
-    parent: CudaCapture
     handle: Any
-    """torch's word for the pool."""
-    graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    """torch's word for it."""
+    stream: torch.cuda.Stream
+    """Where captures are made."""
+    settle: Callable[[], None]
+    """See `CudaCapture`."""
 
     def capture(self, work: Callable[[], Tensor | None]) -> tuple[Tensor | None, Replay]:
         """See `Pool`. Other threads go on meanwhile: they may ask the driver what a capture forbids."""
-        settle, graph = self.parent.settle, torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.parent.stream):
-            settle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            self.settle()
             graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             try:
                 made = work()
-                settle()
-            finally:
-                graph.capture_end()
-        self.graphs.append(graph)
+                self.settle()
+            except BaseException:
+                # A capture that was broken off does not end well: what broke it, as want of memory, is to be told.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
         def replay() -> None:
-            settle()
+            self.settle()
             graph.replay()
 
         return made, replay

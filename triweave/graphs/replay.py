@@ -2,10 +2,10 @@
 
 A graph repeats the same kernels at the same addresses. What differs from one micro-batch to the next is copied to where
 the graphs read it: the activation and its gradient where they come from outside the stage, the rotation, and where
-packed documents end, of which there may be as many as there is room for. What
-forward keeps for backward must not be overwritten while it is needed, so each micro-batch that a stage has in flight
-has a slot: a graph of each pass of each layer, and memory that no other slot uses. Inside a slot the passes run in the
-order in which they were captured, so that backward takes the memory of what it has used up, as it does without graphs.
+packed documents end, of which there may be as many as there is room for. What forward keeps for backward must not be
+overwritten while it is needed, so each micro-batch that a stage has in flight has a slot: a graph of each pass of each
+layer, and memory that no other slot uses. Inside a slot the passes run in the order in which they were captured, so
+that backward takes the memory of what it has used up, as it does without graphs.
 
 A layer is the unit because what surrounds one stays as it is: weights that are waited for, gradients that are reduced
 beside the backward of the layers that follow. Weights, their sums and their fp8 casts have to stay where they are. What
