@@ -2,6 +2,7 @@
 
     python bench/smoke.py            # GPUs (NCCL), or CPU processes (gloo); writes runs/smoke.json
     python bench/smoke.py --share    # all ranks on one GPU: results alone, for speeds mean nothing there
+    python bench/smoke.py --graphs   # the same with layers as CUDA graphs, where the rules allow it
 
 What needs more GPUs than there are is skipped, and that is said.
 
@@ -245,6 +246,9 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", help="layouts with these names, between commas; without the command line's part"
     )
+    parser.add_argument(
+        "--graphs", action="store_true", help="layers as CUDA graphs; layouts without them are left out"
+    )
     parser.add_argument("--share", action="store_true", help="put all ranks on one GPU")
     options = parser.parse_args()
     from transformers.utils import logging
@@ -260,6 +264,8 @@ def main() -> int:
                 print(f"skipped, for want of {num_ranks} GPUs: {', '.join(layouts)}", flush=True)
                 continue
             for layout_name, layout in layouts.items():
+                if options.graphs and not may_be_graphs(layout):
+                    continue
                 if not options.only or layout_name in options.only.split(","):
                     for dtype in ("float32", "bfloat16"):
                         packing = not layout_name.endswith(WHOLE)
@@ -267,7 +273,7 @@ def main() -> int:
                             model,
                             documents,
                             folder,
-                            layout,
+                            replace(layout, cuda_graphs=options.graphs),
                             dtype,
                             seq_len=size.seq_len,
                             steps=2 if options.share else 8,
@@ -303,6 +309,11 @@ def main() -> int:
     if cli:
         print("torchrun and --nproc print the same losses:", cli["torchrun"] == cli["nproc"], cli["nproc"][-1])
     return 0 if all(row["pass"] for row in rows) and cli.get("torchrun") == cli.get("nproc") else 1
+
+
+def may_be_graphs(layout: LayoutConfig) -> bool:
+    """Whether the rules allow a layout's layers to be CUDA graphs."""
+    return layout.cp == 1 and layout.sequence_parallel and layout.shard in ("none", "optimizer")
 
 
 def kept_as(resolved: ResolvedRun) -> str:

@@ -7,17 +7,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from graph_standin import Rerun, graphs
-from parity import engine_for, in_pieces, local_batch, make_samples
+from parity import engine_for, in_pieces, local_batch, make_reference, make_samples
 from ranks import Ranks
 from tiny_configs import tiny_config
+from tiny_models import tiny_llama
 from torch import Tensor
 
 from triweave.graphs.cuda import CudaPool
 from triweave.graphs.rank import room_for
+from triweave.graphs.replay import LayerReplay
 from triweave.layers.documents import Documents
 from triweave.layout import Layout
 from triweave.schedule.build import build_schedule
@@ -25,7 +28,8 @@ from triweave.schedule.slots import most_in_flight
 from triweave.training.engine import Engine
 from triweave.training.not_finite import find_not_finite
 from triweave.training.step import Batch, evaluate_step, train_step
-from triweave.verify.reference import Sample
+from triweave.verify.compare import Tolerance, compare_with_reference
+from triweave.verify.reference import Reference, Sample
 
 SEQ, VOCAB, MICRO_BATCHES, STEPS = 16, 300, 4, 3
 How = Callable[[], AbstractContextManager[None]]
@@ -87,6 +91,32 @@ def test_graphs_change_no_bit(ranks: Ranks, tmp_path: Path, layout: Layout, rest
         assert not differing
         layers = 4 // layout.pp
         assert sum(replays) == (STEPS - 1) * MICRO_BATCHES * layers * passes
+
+
+def verified(
+    rank: int, folder: Path, layout: Layout, samples: list[Sample], reference: Reference, wrong: bool
+) -> tuple[str | None, int]:
+    """The first difference from transformers, and the replays; if `wrong`, these give half of a gradient."""
+    capture = Rerun()
+    backward = LayerReplay.backward
+    half = patch.object(LayerReplay, "backward", lambda self, grad_y: backward(self, grad_y) / 2)
+    with graphs(capture), half if wrong else nullcontext():
+        engine = engine_for(folder, layout, SEQ, MICRO_BATCHES)
+        batch = local_batch(samples, layout, engine.groups.at.dp)
+        verdict = compare_with_reference(engine, batch, reference, Tolerance())
+    return verdict.first_difference, sum(pool.replays for pool in capture.pools)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2)], ids=str)
+def test_verify_compares_what_is_replayed(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """Gradients of replayed layers equal those of transformers, and a replay that is wrong is seen."""
+    folder = tiny_llama(tmp_path / "model")
+    samples = make_samples(MICRO_BATCHES, 1, SEQ, VOCAB, packed=True)
+    reference = make_reference(folder, samples, tmp_path / "reference.safetensors")
+    for wrong in (False, True):
+        found = ranks.run(layout.world_size, verified, folder, layout, samples, reference, wrong)
+        assert all(replays > 0 for _, replays in found)
+        assert all((difference is not None) == wrong for difference, _ in found)
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------

@@ -58,6 +58,9 @@ def sweep(shape: str) -> list[Case]:
         row("triweave", "tp2", many),
         row("triweave", "tp2", 2 * many, **cheap),
         row("triweave", "tp2", many // 2),
+        # The host's own row: micro-batches of one, issued kernel by kernel and as graphs.
+        row("triweave", "tp2", keep_gathered="on"),
+        row("triweave", "tp2", keep_gathered="on", graphs="on"),
         row("triweave", "pp2", schedule="interleaved"),
         row("triweave", "pp2", schedule="1f1b"),
     ]

@@ -50,6 +50,11 @@ class Graphs:
         return "issued as CUDA graphs from the second step on"
 
     @property
+    def are_captured(self) -> bool:
+        """Whether layers are, or will be when the second step begins."""
+        return self._capture is not None
+
+    @property
     def num_bytes(self) -> int:
         """What they take of the GPU beside what the caching allocator counts as allocated."""
         return 0 if self._capture is None else self._capture.num_bytes
