@@ -28,6 +28,8 @@ ENOUGH_S = 0.5
 MOST_ROUNDS = 15
 """In which hosts meet each other; a larger job's hosts meet so many others each."""
 ALONE_REPEATS = 60
+CALM_ROUNDS, CALM_S = 5, 0.06
+"""Parts that these are done in on a CPU, and the time between: at one go ranks of a shared machine were 17 % apart."""
 SETTLE_S = 0.5
 """Of products before one is timed: two H200 that had just been started were 14 % apart after 40 ms."""
 
@@ -181,7 +183,8 @@ def measure_alone(session: Session, work: Callable[[], object] | None = None) ->
     """Seconds of the same work on every rank, all at once: who takes longer has a slower processor.
 
     On a GPU a large product, again and again until the clock has settled. On a CPU the processor's own time, the best
-    of many: what other processes take of it does not count.
+    of many: what other processes take of it does not count. What they do on a core's other thread does, so the many are
+    spread over a while, in which each rank meets a calm moment.
     """
     width = 8192 if session.on_gpu else 192
     a, b = (session.random(width, width, dtype=torch.bfloat16 if session.on_gpu else torch.float32) for _ in range(2))
@@ -195,11 +198,13 @@ def measure_alone(session: Session, work: Callable[[], object] | None = None) ->
             session.wait()
         return _median(session, todo)
     taken = []
-    for _ in range(ALONE_REPEATS):
-        begin = time.thread_time()
-        for _ in range(4):
-            todo()
-        taken.append(time.thread_time() - begin)
+    for _ in range(CALM_ROUNDS):
+        for _ in range(ALONE_REPEATS // CALM_ROUNDS):
+            begin = time.thread_time()
+            for _ in range(4):
+                todo()
+            taken.append(time.thread_time() - begin)
+        time.sleep(CALM_S)
     return min(taken)
 
 
