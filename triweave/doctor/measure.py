@@ -28,8 +28,8 @@ ENOUGH_S = 0.5
 MOST_ROUNDS = 15
 """In which hosts meet each other; a larger job's hosts meet so many others each."""
 ALONE_REPEATS = 60
-CALM_ROUNDS, CALM_S = 5, 0.06
-"""Parts that these are done in on a CPU, and the time between: at one go ranks of a shared machine were 17 % apart."""
+CALM_ROUNDS, CALM_S = 8, 0.06
+"""How often they are done on a CPU, and the time between: at one go ranks of a shared machine were 17 % apart."""
 SETTLE_S = 0.5
 """Of products before one is timed: two H200 that had just been started were 14 % apart after 40 ms."""
 
@@ -199,7 +199,7 @@ def measure_alone(session: Session, work: Callable[[], object] | None = None) ->
         return _median(session, todo)
     taken = []
     for _ in range(CALM_ROUNDS):
-        for _ in range(ALONE_REPEATS // CALM_ROUNDS):
+        for _ in range(ALONE_REPEATS):
             begin = time.thread_time()
             for _ in range(4):
                 todo()
