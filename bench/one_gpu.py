@@ -15,6 +15,11 @@ from triweave.training.process import Process
 from triweave.transport import choose
 
 
+def device_here() -> torch.device:
+    """The first GPU, or the CPU where there is none."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def share_gpu(process: Process) -> torch.device:
     """Have this process, before it meets the others, use the first GPU with them; without a GPU, the CPU.
 
@@ -24,7 +29,7 @@ def share_gpu(process: Process) -> torch.device:
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     choose._peers_are_reached = _they_are_reached
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return device_here()
 
 
 def _they_are_reached(group: Group, device: torch.device) -> bool:

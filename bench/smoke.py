@@ -218,7 +218,7 @@ def measure_one(resolved: ResolvedRun, prepared: PreparedData, device: torch.dev
         "worst_gradient_name": name,
         "losses": losses,
         "tokens_per_s": tokens / sorted(times)[len(times) // 2],
-        "peak_gib": peak_memory(device, engine.unseen_bytes)[0] / 2**30,
+        "peak_gib": peak_memory(device, engine.unseen_bytes, engine.graph_bytes)[0] / 2**30,
     }
 
 
