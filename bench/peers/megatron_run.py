@@ -22,9 +22,8 @@ from typing import Any
 
 import stopwatch
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from session import measure_all
+from session import measure_all, read_cases
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workload import Case, shapes
 
@@ -221,9 +220,8 @@ def main() -> None:
         import megatron_cpu
 
         megatron_cpu.activate()
-    stopwatch.start_group()
-    measure_all(measure)
-    dist.destroy_process_group()
+    with stopwatch.world(read_cases()[0]):
+        measure_all(measure)
 
 
 def _forward_step(positions: torch.Tensor, tokens: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from workload import TIMED, WARM_UP
+from alone import alone_in
+from workload import TIMED, WARM_UP, Case
 
 GIB = 2**30
 
@@ -47,9 +49,16 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def start_group() -> None:
-    """The default process group, for all cases of this process."""
+@contextmanager
+def world(case: Case) -> Iterator[None]:
+    """The default process group, for all cases of this process, which are on grids as large as the first's."""
+    if case.is_alone:
+        with alone_in(case.world_size):
+            yield
+        return
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    yield
+    dist.destroy_process_group()
 
 
 def end_subgroups() -> None:

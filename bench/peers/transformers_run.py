@@ -11,9 +11,8 @@ from typing import Any
 
 import stopwatch
 import torch
-import torch.distributed as dist
 import transformers
-from session import measure_all
+from session import measure_all, read_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -91,9 +90,8 @@ def measure(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     stopwatch.device()
-    stopwatch.start_group()
-    measure_all(measure)
-    dist.destroy_process_group()
+    with stopwatch.world(read_cases()[0]):
+        measure_all(measure)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import stopwatch
 import torch
-from session import measure_all
+from session import measure_all, read_cases
 from triweave_case import resolved_of
 from workload import Case
 
@@ -48,7 +48,8 @@ def main() -> None:
     process = started_by_launcher()
     if process is None:
         raise SystemExit("bench/throughput.py starts this")
-    with process_group(process, stopwatch.device(), 300):
+    case, device = read_cases()[0], stopwatch.device()
+    with stopwatch.world(case) if case.is_alone else process_group(process, device, 300):
         measure_all(measure)
 
 

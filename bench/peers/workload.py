@@ -58,7 +58,8 @@ class Case:
     """Sequences in one forward pass of one data-parallel rank."""
     options: Mapping[str, str] = field(default_factory=dict)
     """What is set otherwise than the system's runner sets it, by the runner's own names; `layers` and `sequences` say
-    how deep the model is and how many sequences a step has, where that is not the shape's."""
+    how deep the model is and how many sequences a step has, where that is not the shape's; `alone` is `on` where one
+    rank of the grid is there without the others."""
     cp: int = 1
 
     @property
@@ -67,8 +68,15 @@ class Case:
         return self.tp * self.pp * self.dp * self.cp
 
     @property
+    def is_alone(self) -> bool:
+        """Whether one rank is there, and each collective is a copy on its GPU."""
+        return self.option("alone", "off") == "on"
+
+    @property
     def num_processes(self) -> int:
-        """Ranks that are there, one a GPU: all, or those of one pipeline stage."""
+        """Ranks that are there, one a GPU: all, those of one pipeline stage, or one."""
+        if self.is_alone:
+            return 1
         return self.tp if self.system == "stage" else self.world_size
 
     @property
