@@ -77,7 +77,7 @@ def engine_on_paper(run: ResolvedRun, rank: int) -> Iterator[tuple[Engine, Alloc
 def slot_bytes(run: ResolvedRun, rank: int, *, split: bool) -> list[int]:
     """What one micro-batch of each stage's layers takes of an allocator of its own, forward, backward, weight halves.
 
-    Inputs, outputs and gradients of all layers stand to the end, as they do while layers are captured one by one.
+    The last output stands to the end, for a head that comes to its weight half later.
     """
     found = []
     with engine_on_paper(run, rank) as (engine, memory):
@@ -97,7 +97,7 @@ def slot_bytes(run: ResolvedRun, rank: int, *, split: bool) -> list[int]:
                 x = x.detach().requires_grad_()
                 held.append((x, layer.compute(x, rotation, None)))
                 x = held[-1][1]
-            ends = [y.detach() for _, y in held]
+            last = held[-1][1].detach()
             while held:
                 x, y = held.pop()
                 if split:
@@ -106,14 +106,13 @@ def slot_bytes(run: ResolvedRun, rank: int, *, split: bool) -> list[int]:
                     work.append(later)
                 else:
                     (gradient,) = torch.autograd.grad(y, x, gradient)
-                ends.append(gradient)
                 del x, y
             with torch.no_grad():
                 for each in [one for later in work for one in later]:
                     each()
             found.append(memory.allocator.peak_reserved)
             memory.allocator = main
-            del ends, work
+            del last, work
     return found
 
 

@@ -72,55 +72,70 @@ def capture_slot(
         split: whether the schedule has a weight half.
     """
     places = x, grad_y
+    x_at, grad_at = map(pool.address, places)
     passes = [_Passes(layer, pool, weight_gradients) for layer in layers]
     for one in passes:
-        x = one.forward(x, rotation, documents)
+        x, x_at = one.forward(x, x_at, rotation, documents)
     for one in reversed(passes):
-        grad_y = one.backward(grad_y, split=split)
+        grad_y, grad_at = one.backward(grad_y, grad_at, split=split)
     if split:
         for one in reversed(passes):
             one.weights()
+    # To here the last output is held: the head's weight half may come after the layers' backward, and read it.
+    del x
     return Slot(places, rotation, documents, [one.replay(is_first=one is passes[0]) for one in passes])
 
 
 class _Passes:
-    """One layer while it is captured, and what its forward leaves for its backward."""
+    """One layer while it is captured, and what its forward leaves for its backward.
+
+    The graphs know where everything lies. A tensor is held only until what reads it is captured, so that what comes
+    later can have its memory.
+    """
 
     def __init__(self, layer: Layer, pool: Pool, weight_gradients: WeightGradients) -> None:
         self.layer = layer
         self.pool = pool
         self.weight_gradients = weight_gradients
-        self.made: Tensor | None = None
+        self.ends: tuple[Tensor, Tensor] | None = None
+        """What goes in and comes out."""
         self.later: list[Work] = []
         self.run_weights: Replay | None = None
 
-    def forward(self, x: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
-        self.x = x.detach().requires_grad_()
+    def forward(
+        self, x: Tensor, x_at: Tensor, rotation: Rotation, documents: Documents | None
+    ) -> tuple[Tensor, Tensor]:
+        """Its output, and where that lies."""
+        x = x.detach().requires_grad_()
 
         def work() -> Tensor:
-            self.made = self.layer.compute(self.x, rotation, documents)
-            return self.made
+            y = self.layer.compute(x, rotation, documents)
+            self.ends = x, y
+            return y
 
-        made, self.run_forward = self._captured(work)
-        self.y = made.detach()
-        return self.y
+        y, self.run_forward = self._captured(work)
+        self.x_at, self.y_at = x_at, self.pool.address(y.detach())
+        return y.detach(), self.y_at
 
-    def backward(self, grad_y: Tensor, *, split: bool) -> Tensor:
-        self.grad_y = grad_y
+    def backward(self, grad_y: Tensor, grad_y_at: Tensor, *, split: bool) -> tuple[Tensor, Tensor]:
+        """Its input's gradient, and where that lies."""
 
         def work() -> Tensor:
-            made, self.made = self.made, None
-            if made is None:
+            if self.ends is None:
                 raise RuntimeError("there was no forward")
+            (x, y), self.ends = self.ends, None
             half: AbstractContextManager[list[Work]] = nullcontext([])
             with self.weight_gradients.deferring() if split else half as self.later:
-                return torch.autograd.grad(made, self.x, grad_y)[0]
+                return torch.autograd.grad(y, x, grad_y)[0]
 
         # As it is: what a kernel has noted of a gradient is found again by the layer that reads it.
-        self.grad_x, self.run_backward = self._captured(work)
-        return self.grad_x
+        grad_x, self.run_backward = self._captured(work)
+        self.grad_y_at, self.grad_x_at = grad_y_at, self.pool.address(grad_x)
+        return grad_x, self.grad_x_at
 
     def weights(self) -> None:
+        """Its weight half."""
+
         def work() -> None:
             with torch.no_grad():
                 for each in self.later:
@@ -130,15 +145,14 @@ class _Passes:
         self.later = []
 
     def replay(self, *, is_first: bool) -> LayerReplay:
-        """What is left of it when all is captured. The graphs know where everything lies, and need it held no more."""
-        x, y, grad_y, grad_x = map(self.pool.address, (self.x.detach(), self.y, self.grad_y, self.grad_x))
+        """What is left of it when all is captured."""
         return LayerReplay(
             tuple(self.layer.parameters()),
             self.weight_gradients,
-            x,
-            y,
-            grad_y,
-            grad_x,
+            self.x_at,
+            self.y_at,
+            self.grad_y_at,
+            self.grad_x_at,
             self.run_forward,
             self.run_backward,
             self.run_weights,

@@ -64,7 +64,8 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (kept,) = ctx.saved_tensors
+        # Without the graph that made it, see linear.py.
+        kept = ctx.saved_tensors[0].detach()
         weight, bias, tp, inverse_scale, amax = ctx.weight, ctx.bias, ctx.tp, ctx.inverse_scale, ctx.amax
         submit = tp.weight_gradients.submit
         rows, columns = both_ways(grad_y, GRADIENTS)
@@ -137,7 +138,7 @@ class _RowWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()
         weight, inverse_scale = ctx.weight, ctx.inverse_scale
         grad_y, ctx.shared.grad_y = ctx.shared.grad_y, None
         amax, ctx.shared.amax = ctx.shared.amax, None

@@ -106,7 +106,8 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None, None]:
-        (kept,) = ctx.saved_tensors
+        # Without the graph that made it, which would hold the layer's input as long as the weight gradient is put off.
+        kept = ctx.saved_tensors[0].detach()
         weight, bias, tp, transport = ctx.weight, ctx.bias, ctx.tp, ctx.tp.transport
         submit = tp.weight_gradients.submit
         gathered: list[Gathering] = []
@@ -158,7 +159,7 @@ class _RowWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()
         weight, grad_y = ctx.weight, ctx.gradient_of_sum.pop()
         ctx.tp.weight_gradients.submit(lambda: add_product(weight, grad_y.flatten(0, -2), x.flatten(0, -2)))
         return grad_x, None, None, None

@@ -19,6 +19,7 @@ from triweave.schedule.build import rank_order
 from triweave.schedule.slots import most_in_flight
 
 _BOUNDLESS = 2**62
+_CASTS = "by rows", "by columns"
 
 
 def graphs_bytes(layout: Layout, rank: int, num_micro_batches: int, s: Sizes, *, expandable: bool) -> int:
@@ -46,7 +47,8 @@ def slots_of(layout: Layout, rank: int, num_micro_batches: int) -> Sequence[tupl
 def slot_bytes(s: Sizes, num_layers: int, split: bool, expandable: bool) -> int:
     """What an allocator of its own reserves for one micro-batch of `num_layers` layers, all their passes in order.
 
-    Outputs and gradients of inputs are held until all is captured (`graphs/capture.py`).
+    Of what leaves a layer the output is held until its own backward is over, the last layer's to the end, and the
+    gradient of its input until what reads that is over (`graphs/capture.py`).
     """
     block = layer_block(s, Unit())
     slot = _Slot(CachingAllocator(_BOUNDLESS, expandable))
@@ -54,9 +56,19 @@ def slot_bytes(s: Sizes, num_layers: int, split: bool, expandable: bool) -> int:
         slot.run(block.forward.steps, layer)
     # The last step frees what the layer before reads.
     backward = block.backward.steps[:-1]
+    if split:
+        later = _made_later(s)
+        backward = [step for step in backward if step[0] not in later]
     put_off = _put_off(backward, s) if split else frozenset()
     for layer in reversed(range(num_layers)):
         slot.run(backward, layer, put_off)
+        if layer < num_layers - 1:
+            slot.free(layer, "output")
+            if not (split and _reads_gradients_as_they_are(s)):
+                slot.free(layer + 1, "gradient")
+    if split:
+        # All that waits for the first weight half is there.
+        slot.run([(name, size) for name, size in later.items() if size], num_layers)
     return slot.allocator.peak_reserved
 
 
@@ -86,6 +98,17 @@ def _put_off(steps: Sequence[Step], s: Sizes) -> frozenset[int]:
     return frozenset(places)
 
 
+def _made_later(s: Sizes) -> dict[str, int]:
+    """What a column-parallel product's weight half makes for itself: its gathered input, and that cast."""
+    gathered = {} if s.keeps_gathered else {f"gathered {name} input": s.gathered for name in ("mlp", "attention")}
+    return gathered if s.keeps_columns else gathered | {"input by columns": s.in_fp8(s.hidden)}
+
+
+def _reads_gradients_as_they_are(s: Sizes) -> bool:
+    """Whether a weight half reads the gradient of a layer's output itself: not gathered, nor cast before."""
+    return not s.sequence_parallel and not s.keeps_columns
+
+
 class _Slot:
     """Tensors by layer and name."""
 
@@ -93,21 +116,29 @@ class _Slot:
         self.allocator = allocator
         self.blocks: dict[tuple[int, str], MemoryBlock] = {}
 
+    def free(self, layer: int, name: str) -> None:
+        self.allocator.release(self.blocks.pop((layer, name)))
+
     def run(self, steps: Sequence[Step], layer: int, put_off: frozenset[int] = frozenset()) -> None:
         for place, (name, size) in enumerate(steps):
-            if size > 0:
-                self.blocks[layer, name] = self.allocator.allocate(size)
-            elif size < 0:
-                block = self.blocks.pop((layer, name), None)
-                if block is not None and place in put_off:
-                    self.blocks[layer, f"{name}, put off at {place}"] = block
-                elif block is not None:
-                    self.allocator.release(block)
-            else:
-                old, _, new = name.partition(">")
-                block = self.blocks.pop((layer, old), None)
-                if block is not None:
-                    self.blocks[layer, new] = block
+            later = f", put off at {place}" if place in put_off else ""
+            self._run(name, size, layer, later)
+            if name.endswith(_CASTS):
+                # Each cast has a scale, which takes a block of its own.
+                self._run(f"{name}, scale", (size > 0) - (size < 0), layer, later)
+
+    def _run(self, name: str, size: int, layer: int, put_off: str) -> None:
+        if size > 0:
+            self.blocks[layer, name] = self.allocator.allocate(size)
+            return
+        old, _, new = (name, "", name + put_off) if size < 0 else name.partition(">")
+        block = self.blocks.pop((layer, old), None)
+        if block is None:
+            return
+        if size < 0 and not put_off:
+            self.allocator.release(block)
+        else:
+            self.blocks[layer, new] = block
 
 
 def layers_block(s: Sizes) -> Block:
