@@ -110,6 +110,7 @@ RANK = Layout(tp=8, pp=4)
 MIDDLE = 16
 """A rank of the third of four stages of TP 8."""
 SPLIT = replace(RANK, schedule="zero-bubble")
+AGAIN = replace(RANK, recompute=("layer",))
 HOST = {
     "tp8 pp4": Case(TINY_LAYERS, RANK, 128, 8, rank=MIDDLE),
     "tp8 pp4 fp8": Case(TINY_LAYERS, RANK, 128, 8, fp8=True, rank=MIDDLE),
@@ -127,6 +128,7 @@ REAL = {
     "70B rank 4096 packed": Case("meta-llama/Llama-3.1-70B", RANK, 4096, 8, rank=MIDDLE, packed=True),
     "70B rank 4096 zero-bubble fp8": Case("meta-llama/Llama-3.1-70B", SPLIT, 4096, 8, fp8=True, rank=MIDDLE),
     "70B rank 8192": Case("meta-llama/Llama-3.1-70B", RANK, 8192, 8, rank=MIDDLE),
+    "70B rank 8192 recompute": Case("meta-llama/Llama-3.1-70B", AGAIN, 8192, 8, rank=MIDDLE),
 }
 
 
