@@ -99,6 +99,10 @@ def notes(rows: Iterable[dict[str, Any]]) -> str:
     for row in rows:
         if row.get("logged_tokens_per_s"):
             said.append(f"- {Case(**row['case']).name} itself logs {row['logged_tokens_per_s']:,.0f} tokens/s/GPU")
+    losses = {Case(**row["case"]).name: row.get("loss") for row in rows if row.get("loss")}
+    if losses:
+        told = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        said.append(f"- loss of the last step, on random tokens: {told}")
     for row in rows:
         if row["outcome"] not in ("ok", "out of memory"):
             said += [f"\n{Case(**row['case']).name}: {row['outcome']}", *(f"    {line}" for line in row["log_tail"])]

@@ -189,11 +189,11 @@ def measure(case: Case) -> dict[str, Any]:
     positions = torch.arange(shape.seq_len, device=device).expand(size)
     forward_backward = get_forward_backward_func()
 
-    def step() -> None:
+    def step() -> float:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        forward_backward(
+        told = forward_backward(
             forward_step_func=partial(_forward_step, positions),
             data_iterator=[cycle(tokens) for _ in chunks],
             model=chunks,
@@ -203,14 +203,16 @@ def measure(case: Case) -> dict[str, Any]:
             forward_only=False,
         )
         optimizer.step()
+        # Only the last stage has any.
+        return sum(float(each["loss"]) for each in told) / (len(tokens) * tokens[0].numel())
 
     version = importlib.metadata.version("megatron-core")
     attention = "torch's fused" if case.option("attention", "sdpa") == "sdpa" else "its unfused"
     notes = f"megatron-core {version}, local layers, {attention} attention, float32 masters, moments and gradients"
-    seconds = stopwatch.time_steps(step)
+    seconds, loss = stopwatch.time_steps(step)
     parallel_state.destroy_model_parallel()
     stopwatch.end_subgroups()
-    return stopwatch.result(seconds, notes)
+    return stopwatch.result(seconds, notes, loss=loss)
 
 
 def main() -> None:

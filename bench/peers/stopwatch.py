@@ -31,16 +31,16 @@ def device() -> torch.device:
     return where
 
 
-def time_steps(step: Callable[[], object]) -> list[float]:
-    """Seconds of each timed step, from one moment when the GPU is idle to the next."""
-    seconds = []
+def time_steps(step: Callable[[], float]) -> tuple[list[float], float]:
+    """Seconds of each timed step, from one moment when the GPU is idle to the next; and the loss of the last."""
+    seconds, loss = [], 0.0
     for _ in range(WARM_UP + TIMED):
         wait()
         begin = time.perf_counter()
-        step()
+        loss = step()
         wait()
         seconds.append(time.perf_counter() - begin)
-    return seconds[WARM_UP:]
+    return seconds[WARM_UP:], loss
 
 
 def wait() -> None:
@@ -68,12 +68,15 @@ def end_subgroups() -> None:
             dist.destroy_process_group(group)
 
 
-def result(step_s: list[float], notes: str, *, peak_bytes: int | None = None) -> dict[str, Any]:
+def result(
+    step_s: list[float], notes: str, *, loss: float | None = None, peak_bytes: int | None = None
+) -> dict[str, Any]:
     """What this rank leaves of a case.
 
     Args:
         step_s: Seconds of each timed step.
         notes: What a reader must know of precision, kernels and anything that was replaced.
+        loss: Of the last step: a GPU at its power limit is faster on what is no number, and that would show here.
         peak_bytes: Largest number of bytes that tensors took; None asks torch, which counts from the case's begin.
     """
     if peak_bytes is None:
@@ -82,6 +85,7 @@ def result(step_s: list[float], notes: str, *, peak_bytes: int | None = None) ->
         "step_s": step_s,
         "peak_allocated_gib": peak_bytes / GIB,
         "notes": notes,
+        "loss": loss,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }

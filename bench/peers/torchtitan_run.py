@@ -103,15 +103,17 @@ def train_spec(case: Case, kept: list[Any]) -> Any:
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.seconds: list[float] = []
+            self.loss: float | None = None
             self.peak_bytes = 0
             kept.append(self)
 
-        def log(self, step: int, *args: Any, **kwargs: Any) -> None:
+        def log(self, step: int, loss: float, *args: Any, **kwargs: Any) -> None:
             stopwatch.wait()
             self.seconds.append(time.perf_counter() - self.time_last_log)
             if torch.cuda.is_available():
                 self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated())
-            super().log(step, *args, **kwargs)
+            self.loss = loss
+            super().log(step, loss, *args, **kwargs)
 
     def loader(*, job_config: Any, **unused: Any) -> RandomTokens:
         return RandomTokens(spec.vocab_size, job_config.training.local_batch_size, job_config.training.seq_len)
@@ -148,7 +150,8 @@ def measure(case: Case) -> dict[str, Any]:
     (recorder,) = kept
     masters = "float32 masters and moments" if case.dp > 1 else "no float32 master, bf16 moments"
     notes = f"torchtitan {importlib.metadata.version('torchtitan')}, bf16 compute, {masters}"
-    return stopwatch.result(recorder.seconds[WARM_UP:], notes, peak_bytes=recorder.peak_bytes)
+    seconds = recorder.seconds[WARM_UP:]
+    return stopwatch.result(seconds, notes, loss=recorder.loss, peak_bytes=recorder.peak_bytes)
 
 
 def main() -> None:

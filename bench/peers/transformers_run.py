@@ -85,7 +85,8 @@ def measure(case: Case) -> dict[str, Any]:
         return float(total)
 
     notes = f"transformers {transformers.__version__}, bf16 compute, float32 masters and moments"
-    return stopwatch.result(stopwatch.time_steps(step), notes)
+    seconds, loss = stopwatch.time_steps(step)
+    return stopwatch.result(seconds, notes, loss=loss)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def measure(case: Case) -> dict[str, Any]:
     # Of each sequence a context-parallel rank has its own slices.
     slices = {"cp_rank": engine.groups.at.cp} if case.cp > 1 else {}
     work = make_batch(resolved, device, **slices)
-    seconds = stopwatch.time_steps(lambda: train_step(engine, work, 1e-5, 1.0))
+    seconds, loss = stopwatch.time_steps(lambda: train_step(engine, work, 1e-5, 1.0)[0])
     products = "bf16 compute, products of the layers in fp8" if resolved.run.model.fp8 else "bf16 compute"
     carried = [f"slices: {engine.tp.transport.name}"] if case.tp > 1 or case.dp == 1 else []
     carried += [f"replicas: {engine.sharding.memory.name}"] if case.dp > 1 else []
@@ -41,7 +41,7 @@ def measure(case: Case) -> dict[str, Any]:
     notes = f"{products}, {sums}; {', '.join(carried)}"
     peak = torch.cuda.max_memory_allocated() + engine.unseen_bytes + engine.graph_bytes if device.type == "cuda" else 0
     stopwatch.end_subgroups()
-    return stopwatch.result(seconds, notes, peak_bytes=peak)
+    return stopwatch.result(seconds, notes, loss=loss, peak_bytes=peak)
 
 
 def main() -> None:
