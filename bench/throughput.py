@@ -104,7 +104,7 @@ def notes(rows: Iterable[dict[str, Any]]) -> str:
         told = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         said.append(f"- loss of the last step, on random tokens: {told}")
     for row in rows:
-        if row["outcome"] not in ("ok", "out of memory"):
+        if row["outcome"] not in ("ok", "out of memory") and "log_tail" in row:
             said += [f"\n{Case(**row['case']).name}: {row['outcome']}", *(f"    {line}" for line in row["log_tail"])]
     return "\n".join(said)
 

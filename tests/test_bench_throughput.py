@@ -263,6 +263,13 @@ def test_result_of_half_the_ranks_is_none(launch: ModuleType, tmp_path: Path, mo
     assert row["log_tail"] == ["done"]
 
 
+@pytest.mark.parametrize(("losses", "outcome"), [((5.0, None), "ok"), ((5.0, float("nan")), "loss is no number")])
+def test_speed_on_no_numbers_is_none(launch: ModuleType, losses: tuple[float | None, ...], outcome: str) -> None:
+    """A rank whose loss is no number fails its case; one that knows of no loss does not."""
+    ranks = [{"step_s": [1.0], "peak_allocated_gib": 1.0, "loss": loss} for loss in losses]
+    assert launch._merge(ranks)["outcome"] == outcome
+
+
 def test_rank_does_not_outlive_its_parent() -> None:
     """A rank whose parent is killed, so that nobody is left to end it, ends at once."""
     parent = subprocess.Popen(

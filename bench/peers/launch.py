@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ SETTLE_S = 10.0
 START_S = 60.0
 """Time beyond a case's own limit for processes to start, after which they are killed from here."""
 TAIL_LINES = 8
+NO_NUMBER = "loss is no number"
+"""How a case ended whose steps were timed on nothing that a run would compute with."""
 
 
 def run_session(cases: list[Case], folder: Path, limit_s: float, end: float) -> Iterator[dict[str, Any]]:
@@ -123,7 +126,9 @@ def _merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """One result of all ranks': a step takes as long as its slowest rank, and memory is that of the fullest."""
     steps = [max(step) for step in zip(*(rank["step_s"] for rank in ranks), strict=True)]
     peak = max(rank["peak_allocated_gib"] for rank in ranks)
-    return ranks[0] | {"outcome": "ok", "step_s": steps, "peak_allocated_gib": peak}
+    # A GPU at its power limit is faster on what is no number.
+    outcome = "ok" if all(isfinite(rank.get("loss") or 0.0) for rank in ranks) else NO_NUMBER
+    return ranks[0] | {"outcome": outcome, "step_s": steps, "peak_allocated_gib": peak}
 
 
 def _began(case: Case, folder: Path) -> bool:

@@ -76,7 +76,7 @@ def result(
     Args:
         step_s: Seconds of each timed step.
         notes: What a reader must know of precision, kernels and anything that was replaced.
-        loss: Of the last step: a GPU at its power limit is faster on what is no number, and that would show here.
+        loss: Of the last step; a case whose loss is no number counts as failed.
         peak_bytes: Largest number of bytes that tensors took; None asks torch, which counts from the case's begin.
     """
     if peak_bytes is None:
