@@ -185,7 +185,7 @@ def measure(case: Case) -> dict[str, Any]:
         use_gloo_process_groups=False,
     )
     size = (case.micro_batch, shape.seq_len)
-    tokens = [torch.randint(0, case.spec.vocab_size, size, device=device) for _ in range(case.num_micro_batches)]
+    tokens = [torch.randint(0, case.num_words, size, device=device) for _ in range(case.num_micro_batches)]
     positions = torch.arange(shape.seq_len, device=device).expand(size)
     forward_backward = get_forward_backward_func()
 

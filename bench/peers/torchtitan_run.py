@@ -63,8 +63,8 @@ def arguments(case: Case) -> list[str]:
 class RandomTokens:
     """A data loader of one batch, over and over: what torchtitan's own gives, `({"input": tokens}, labels)`."""
 
-    def __init__(self, vocab_size: int, batch: int, seq_len: int) -> None:
-        text = torch.randint(0, vocab_size, (batch, seq_len + 1))
+    def __init__(self, num_words: int, batch: int, seq_len: int) -> None:
+        text = torch.randint(0, num_words, (batch, seq_len + 1))
         self.batch = (text[:, :-1].contiguous(), text[:, 1:].contiguous())
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -116,7 +116,7 @@ def train_spec(case: Case, kept: list[Any]) -> Any:
             super().log(step, loss, *args, **kwargs)
 
     def loader(*, job_config: Any, **unused: Any) -> RandomTokens:
-        return RandomTokens(spec.vocab_size, job_config.training.local_batch_size, job_config.training.seq_len)
+        return RandomTokens(case.num_words, job_config.training.local_batch_size, job_config.training.seq_len)
 
     def recorder(job_config: Any, parallel_dims: Any, model_args: Any = None, tag: Any = None) -> Recorder:
         return Recorder(job_config, parallel_dims, tag)

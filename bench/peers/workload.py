@@ -80,6 +80,15 @@ class Case:
         return self.tp if self.system == "stage" else self.world_size
 
     @property
+    def num_words(self) -> int:
+        """Words that random tokens are drawn from: all, or those of the first tensor-parallel rank where it is alone.
+
+        Nobody is there to look up the others' words: they would be rows of zeros, on which a norm's gradient grows
+        300-fold a layer until it is no number.
+        """
+        return self.spec.vocab_size // (self.tp if self.is_alone else 1)
+
+    @property
     def layout(self) -> str:
         """The axes that are split, as `tp2`."""
         sizes = {"cp": self.cp, "tp": self.tp, "pp": self.pp, "dp": self.dp}
