@@ -7,11 +7,13 @@ done = triweave("train", "run.yaml", cwd=folder)
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,7 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import TESTS_PRELOAD
 from tiny_models import tiny_llama, tiny_tokenizer
+
+from triweave.__main__ import main
+from triweave.training.rank_server import ASKING, start_server
 
 TIMEOUT_S = 120
 """Of one command. Far below `runtime.timeout_s`, after which a rank that waits for a lost one would give up."""
@@ -96,11 +102,41 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "", **more}
 
 
-def triweave(
-    *words: str, cwd: Path, module: tuple[str, ...] = ("triweave",), env: Mapping[str, str] = {}
-) -> subprocess.CompletedProcess[str]:
-    """Run `python -m triweave` with `words` and wait for its end."""
-    command = (sys.executable, "-m", *module, *words)
+def triweave(*words: str, cwd: Path, env: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
+    """Run the command `triweave` with `words` and wait for its end.
+
+    It is a process of its own, forked where torch is imported already. `python` starts one anew.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        told = Path(name)
+        process = start_server(TESTS_PRELOAD).Process(
+            target=_command, args=(words, cwd, environment(**env), told / "out", told / "err")
+        )
+        process.start()
+        process.join(TIMEOUT_S)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(("triweave", *words), TIMEOUT_S)
+        output, error = ((told / stream).read_bytes().decode() for stream in ("out", "err"))
+        return subprocess.CompletedProcess(("triweave", *words), process.exitcode, output, error)
+
+
+def _command(words: tuple[str, ...], cwd: Path, variables: dict[str, str], out: Path, err: Path) -> None:
+    for stream, path in ((1, out), (2, err)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), stream)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = ["triweave", *words]
+    gc.freeze()  # What the server imported is no garbage.
+    main()
+
+
+def python(*words: str, cwd: Path, env: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
+    """Run `python -m` with `words`, a process that imports all anew, and wait for its end."""
+    command = (sys.executable, "-m", *words)
     done = subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, timeout=TIMEOUT_S, check=False)
     # Decoded here: subprocess would turn a carriage return into a new line.
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
@@ -108,7 +144,7 @@ def triweave(
 
 def torchrun(num_ranks: int, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run triweave under torchrun on one host."""
-    return triweave(*words, cwd=cwd, module=(*TORCHRUN, str(num_ranks), "-m", "triweave"))
+    return python(*TORCHRUN, str(num_ranks), "-m", "triweave", *words, cwd=cwd)
 
 
 def errors(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 from triweave.training.rank_server import ASKING, PRELOAD, start_server
 
 TIMEOUT_S = 120
-TESTS_PRELOAD = (*PRELOAD, "transformers.models.auto", "pytest", "hypothesis")
+TESTS_PRELOAD = (*PRELOAD, "triweave.cli", "transformers.models.auto", "pytest", "hypothesis")
 """And what test files import: a rank is there in milliseconds, and not after seconds of a processor."""
 
 

@@ -316,7 +316,8 @@ def test_directory_in_use_is_refused(finished: Path, tmp_path: Path) -> None:
     folder = linked_workspace(finished, tmp_path / "other")
     alone = ("--layout.tp=1", "--layout.pp=1", "--checkpoint.export=false", "--data.validation=0")
     with Running("-m", "triweave", "train", "run.yaml", *alone, "--train.steps=100000", cwd=folder) as running:
-        assert wait_until((folder / "out" / "metrics.jsonl").exists)
+        metrics = folder / "out" / "metrics.jsonl"
+        assert wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
         second = triweave("train", "run.yaml", *alone, cwd=folder)
         running.process.kill()
         assert running.all_gone()

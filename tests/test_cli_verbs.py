@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import environment, linked_workspace, made_once, make_workspace, triweave
+from command_line import environment, linked_workspace, made_once, make_workspace, python, triweave
 
 import triweave as package
 from triweave.cli import VERBS
@@ -28,7 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def imports(*words: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], set[str]]:
     """Run triweave and see which top-level packages it imported."""
-    done = triweave(*words, cwd=cwd, env={"PYTHONPROFILEIMPORTTIME": "1"})
+    done = python("triweave", *words, cwd=cwd, env={"PYTHONPROFILEIMPORTTIME": "1"})
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     return done, {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
 

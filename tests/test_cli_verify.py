@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import linked_workspace, made_once, make_workspace, triweave
+from command_line import linked_workspace, made_once, make_workspace, python, triweave
 
 # triweave, but for the weights that rank 3 reads of one product. Ranks import this file too.
 DRIVER = """\
@@ -89,7 +89,7 @@ def test_wrong_weights_of_one_rank_are_named(source: Path, tmp_path: Path) -> No
     """One rank's slice is off by a hundredth: exit code 1, and the module that holds it is the first difference."""
     folder = linked_workspace(source, tmp_path / "here")
     (folder / "driver.py").write_text(DRIVER)
-    done = triweave("verify", "run.yaml", cwd=folder, module=("driver",))
+    done = python("driver", "verify", "run.yaml", cwd=folder)
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-1] == "DIFFERENT: the first to differ is model.layers.2.mlp"
     assert "error" not in done.stderr
@@ -110,7 +110,7 @@ def test_kernels_are_those_of_the_run(
     """With `runtime.deterministic` every verb that computes for a run takes such kernels alone, its reference too."""
     folder = linked_workspace(source, tmp_path / "here")
     (folder / "driver.py").write_text(TELLER)
-    done = triweave(*words, "--runtime.deterministic=true", cwd=folder, module=("driver",))
+    done = python("driver", *words, "--runtime.deterministic=true", cwd=folder)
     assert done.returncode == 0, done.stderr
     told = sorted(line for line in done.stderr.splitlines() if line.startswith(tuple(computed)))
     assert told == [f"{name} True" for name, count in computed.items() for _ in range(count)]

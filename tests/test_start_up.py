@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command_line import errors, make_workspace, triweave
+from command_line import errors, make_workspace, python, triweave
 
 from triweave.errors import RunFailed
 from triweave.groups import Groups, make_groups
@@ -145,7 +145,9 @@ def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
 def opened(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """A run of two steps, of which every process lists what it imports on standard error."""
     folder = make_workspace(tmp_path_factory.mktemp("opened") / "work")
-    return triweave("train", "run.yaml", "--train.steps", "2", cwd=folder, env={"PYTHONPROFILEIMPORTTIME": "1"})
+    return python(
+        "triweave", "train", "run.yaml", "--train.steps", "2", cwd=folder, env={"PYTHONPROFILEIMPORTTIME": "1"}
+    )
 
 
 def test_nothing_heavy_is_imported_twice(opened: subprocess.CompletedProcess[str]) -> None:
