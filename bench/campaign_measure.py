@@ -31,7 +31,8 @@ from triweave.dryrun.on_gpu import OutOfMemory, fill_on_device, measure_rank
 from triweave.errors import RunFailed
 from triweave.training.engine import build_engine
 from triweave.training.process import Process
-from triweave.training.processes import choose_device, process_group, run_ranks
+from triweave.training.processes import choose_device, process_group
+from triweave.training.start_ranks import run_ranks
 from triweave.training.step import train_step
 
 WARM_UP, TIMED = 2, 4

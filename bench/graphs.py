@@ -48,7 +48,8 @@ from triweave.model_spec import ModelSpec
 from triweave.training.determinism import deterministic
 from triweave.training.engine import build_engine
 from triweave.training.process import Process
-from triweave.training.processes import process_group, run_ranks
+from triweave.training.processes import process_group
+from triweave.training.start_ranks import run_ranks
 from triweave.training.step import train_step
 
 SMALL = ModelSpec(1024, 256, 512, 4, 8, 8, 32, max_position_embeddings=131072)

@@ -27,7 +27,8 @@ from triweave.config.schema import RuntimeConfig
 from triweave.layout import Layout, even_layers
 from triweave.model_spec import ModelSpec
 from triweave.training.process import Process
-from triweave.training.processes import choose_device, process_group, run_ranks
+from triweave.training.processes import choose_device, process_group
+from triweave.training.start_ranks import run_ranks
 
 HIDDEN, SEQ = 64, 16
 

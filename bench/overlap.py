@@ -46,7 +46,8 @@ from triweave.llama import DecoderLayer
 from triweave.model_spec import ModelSpec
 from triweave.overlap import exchange_bytes
 from triweave.training.process import Process
-from triweave.training.processes import choose_device, process_group, run_ranks
+from triweave.training.processes import choose_device, process_group
+from triweave.training.start_ranks import run_ranks
 from triweave.transport.copy_engine import CopyEngines, copy_engines
 from triweave.transport.interface import Transport
 from triweave.transport.messages import Messages

@@ -26,8 +26,8 @@ import torch
 from result_file import result_file
 
 from triweave.catalogue import find_model
+from triweave.checkpoint.damaged import damage
 from triweave.checkpoint.host_copy import HostCopy
-from triweave.checkpoint.kept import damage
 from triweave.checkpoint.local_store import LocalStore
 from triweave.config.schema import DataConfig, ModelConfig, Run, TrainConfig
 from triweave.config.validate import ResolvedRun

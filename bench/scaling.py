@@ -33,7 +33,8 @@ from triweave.planner.memory import predict_memory
 from triweave.planner.profile_machine import machine_from_profile, profile_of
 from triweave.planner.time_step import predict_step
 from triweave.training.process import Process
-from triweave.training.processes import choose_device, process_group, run_ranks
+from triweave.training.processes import choose_device, process_group
+from triweave.training.start_ranks import run_ranks
 
 GIB = 2**30
 CLUSTER = parse_cluster("1x2xh200-141gb")

@@ -46,7 +46,8 @@ from triweave.training.batches import batch_of, training_batch
 from triweave.training.engine import build_engine
 from triweave.training.metrics import peak_memory
 from triweave.training.process import Process
-from triweave.training.processes import choose_device, process_group, run_ranks
+from triweave.training.processes import choose_device, process_group
+from triweave.training.start_ranks import run_ranks
 from triweave.training.step import train_step
 from triweave.verify.compare import Tolerance, compare_with_reference
 from triweave.verify.reference import Reference

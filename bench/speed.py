@@ -38,7 +38,8 @@ from triweave.planner.time_step import predict_step
 from triweave.training.engine import Engine, build_engine
 from triweave.training.metrics import peak_memory
 from triweave.training.process import Process
-from triweave.training.processes import choose_device, process_group, run_ranks
+from triweave.training.processes import choose_device, process_group
+from triweave.training.start_ranks import run_ranks
 from triweave.training.step import Batch, train_step
 
 WARM_UP, TIMED = 2, 4

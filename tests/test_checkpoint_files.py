@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from triweave.checkpoint import save as save_module
 from triweave.checkpoint import writer as writer_module
+from triweave.checkpoint.damaged import damage
 from triweave.checkpoint.durable import HashedFile
-from triweave.checkpoint.kept import damage, found
+from triweave.checkpoint.kept import found
 from triweave.checkpoint.local_store import LocalStore
 from triweave.checkpoint.manifest import read_manifest
 from triweave.checkpoint.places import locate, open_store

@@ -14,7 +14,8 @@ from on_disk import names
 from saving import engine_on, progress, save, train
 from tiny_configs import tiny_config
 
-from triweave.checkpoint.kept import damage, damage_at_a_glance, found, retire
+from triweave.checkpoint.damaged import damage
+from triweave.checkpoint.kept import damage_at_a_glance, found, retire
 from triweave.checkpoint.local_store import LocalStore
 from triweave.checkpoint.manifest import read_manifest
 from triweave.checkpoint.places import locate, open_store

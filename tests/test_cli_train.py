@@ -27,7 +27,7 @@ from command_line import (
 from on_disk import flip
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from triweave.checkpoint.kept import damage
+from triweave.checkpoint.damaged import damage
 from triweave.checkpoint.local_store import LocalStore
 from triweave.checkpoint.manifest import manifest_of
 from triweave.config.load import load_run

@@ -35,7 +35,7 @@ from triweave.doctor.wanted import Wanted, wanted_by
 from triweave.layout import Layout
 from triweave.planner.profile import CollectiveCurve, LinkCurve, Profile
 from triweave.training.process import Process
-from triweave.training.processes import run_ranks
+from triweave.training.start_ranks import run_ranks
 
 NOTHING = Wanted()
 ROOT = Path(__file__).parent.parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -17,8 +18,10 @@ from pathlib import Path
 import pytest
 
 from triweave.errors import AnswerIsNo, InputError, Problem
-from triweave.training.process import Process, let_segments_grow, started_by_launcher
-from triweave.training.processes import GRACE_S, Ending, _loopback_store, _wait_for, run_ranks
+from triweave.training.process import GRACE_S, Process, let_segments_grow, started_by_launcher
+from triweave.training.processes import meet
+from triweave.training.rank_store import NAME
+from triweave.training.start_ranks import Ending, _wait_for, run_ranks
 
 
 def rank_main(what: Callable[[], int], process: Process) -> int:
@@ -155,16 +158,61 @@ def test_answer_is_the_first_rank_s(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
-def test_store_listens_on_the_loopback_alone() -> None:
-    """The kernel's table of sockets has its port at 127.0.0.1 and nowhere else (pytorch issue 173909)."""
-    store = _loopback_store()
+def write_where_the_store_listens(file: Path, process: Process) -> int:
+    """The ranks meet; rank 0 writes down the addresses at which somebody listens on the port of their store."""
+    store = meet(process, 30.0)
+    assert store is not None
+    store.set(f"here/{process.rank}", "")
+    store.wait([f"here/{rank}" for rank in range(process.world_size)])
     listening = [
         line.split()[1]
         for table in ("tcp", "tcp6")
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == store.port
+        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == process.store_port
     ]
-    assert [address.rpartition(":")[0] for address in listening] == ["0100007F"]
+    if process.rank == 0:
+        file.write_text(" ".join(address.rpartition(":")[0] for address in listening))
+    return 0
+
+
+def test_store_listens_on_the_loopback_alone(tmp_path: Path) -> None:
+    """The kernel's table of sockets has its port at 127.0.0.1 and nowhere else (pytorch issue 173909)."""
+    file = tmp_path / "addresses"
+    assert run_ranks(2, functools.partial(write_where_the_store_listens, file)) == 0
+    assert file.read_text() == "0100007F"
+
+
+def keeper(store_port: int | None) -> int:
+    """Who holds the socket that listens on the port: the process id."""
+    (inode,) = [
+        line.split()[9]
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == store_port
+    ]
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(held) == f"socket:[{inode}]" for held in folder.iterdir()):
+                return int(folder.parent.name)
+    raise AssertionError("nobody listens")
+
+
+def lose_the_store(process: Process) -> int:
+    """Rank 1 ends the keeper of the store, for which rank 0 waits."""
+    store = meet(process, 60.0)
+    assert store is not None
+    if process.rank == 1:
+        os.kill(keeper(process.store_port), signal.SIGKILL)
+        time.sleep(60)
+    store.wait(["what nobody sets"])
+    return 0
+
+
+def test_store_that_is_lost_ends_the_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is the one that is told of, whatever the ranks say that wait for it, and nobody waits for a time-out."""
+    began = time.monotonic()
+    assert run_ranks(3, lose_the_store) == 1
+    assert capfd.readouterr().err == KILLED.format(1).replace("rank 1", NAME)
+    assert time.monotonic() - began < 60 - GRACE_S
 
 
 LAUNCHED = {

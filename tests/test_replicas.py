@@ -26,8 +26,8 @@ from triweave.data.cache import PreparedData, prepare
 from triweave.layout import Layout, even_layers
 from triweave.training.engine import Engine
 from triweave.training.process import Process
-from triweave.training.processes import run_ranks
 from triweave.training.replicas import checksum, compare_replicas, has_replicas
+from triweave.training.start_ranks import run_ranks
 from triweave.training.step import train_step
 
 SEQ = 8

@@ -19,7 +19,8 @@ from ranks import Ranks
 from saving import engine_on, progress, save, train
 from tiny_configs import tiny_config
 
-from triweave.checkpoint.kept import damage, found
+from triweave.checkpoint.damaged import damage
+from triweave.checkpoint.kept import found
 from triweave.checkpoint.local_store import LocalStore
 from triweave.checkpoint.places import open_store
 from triweave.groups import alone

@@ -15,7 +15,8 @@ from pathlib import Path
 from fault_cases.rows import Row
 from fault_cases.small_checkpoints import save_on_two_ranks, small_engine, state_hash
 
-from triweave.checkpoint.kept import damage, found
+from triweave.checkpoint.damaged import damage
+from triweave.checkpoint.kept import found
 from triweave.checkpoint.local_store import LocalStore
 from triweave.groups import alone
 from triweave.training.checkpoints import load_checkpoint

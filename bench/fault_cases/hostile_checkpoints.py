@@ -17,7 +17,8 @@ from fault_cases.hostile_case import BESIDE, Bait, Case
 from fault_cases.small_checkpoints import reseal
 
 from triweave.checkpoint import manifest as manifest_module
-from triweave.checkpoint.kept import damage, found
+from triweave.checkpoint.damaged import damage
+from triweave.checkpoint.kept import found
 from triweave.checkpoint.local_store import LocalStore
 from triweave.checkpoint.places import locate
 from triweave.errors import InputError, Problem

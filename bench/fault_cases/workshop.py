@@ -23,8 +23,8 @@ from triweave.recovery.stop import StopRequest
 from triweave.training.endings import heard
 from triweave.training.loop import train
 from triweave.training.process import Process
-from triweave.training.processes import run_ranks
 from triweave.training.resume_check import check_resume
+from triweave.training.start_ranks import run_ranks
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -22,7 +22,8 @@ import torch
 from fault_cases.rows import Row
 from fault_cases.small_checkpoints import save_small, set_state, small_engine, state_hash
 
-from triweave.checkpoint.kept import damage, found
+from triweave.checkpoint.damaged import damage
+from triweave.checkpoint.kept import found
 from triweave.checkpoint.local_store import LocalStore
 from triweave.groups import alone
 from triweave.training.checkpoints import load_checkpoint

@@ -19,7 +19,8 @@ from triweave.model_spec import spec_from_folder
 from triweave.training import step as steps
 from triweave.training.engine import build_engine
 from triweave.training.process import Process
-from triweave.training.processes import process_group, run_ranks
+from triweave.training.processes import process_group
+from triweave.training.start_ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -64,7 +64,7 @@ def doctor(
     import torch
 
     from triweave.doctor.run import Options, visit
-    from triweave.training.processes import run_as_rank, run_ranks
+    from triweave.training.start_ranks import run_as_rank, run_ranks
 
     options = Options(folder or out, device, wanted, known, timeout)
     rank = functools.partial(visit, options, functools.partial(_print, json))

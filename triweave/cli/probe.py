@@ -63,7 +63,7 @@ def probe(
     from triweave.probe.run import Options, chosen_parts, device_of, missing
     from triweave.probe.run import probe as probe_rank
     from triweave.training.process import Process
-    from triweave.training.processes import run_as_rank, run_ranks
+    from triweave.training.start_ranks import run_as_rank, run_ranks
 
     parts = tuple(part for part in only.split(",") if part)
     if only and not parts:

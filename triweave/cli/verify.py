@@ -31,9 +31,11 @@ def verify(
         nproc: Ranks to start on this host; left out, as many as the layout has.
         json: Print one JSON document.
     """
+    from triweave.training.import_torch import import_torch
     from triweave.training.start import Job, start
 
     def job() -> Job:
+        import_torch()
         from triweave.verify.run import verify_rank, write_references
 
         return Job(functools.partial(verify_rank, json), write_references)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 
 
@@ -16,3 +17,13 @@ def import_torch() -> None:
         import torch  # noqa: F401 (for who imports it next)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def require_torch() -> None:
+    """Fail as `import_torch` does where there is no torch, for who leaves the import to other processes.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")

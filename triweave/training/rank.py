@@ -26,8 +26,9 @@ from triweave.training.determinism import deterministic
 from triweave.training.endings import noted, noting_leave
 from triweave.training.grid_map import Place, gather_places
 from triweave.training.process import Process
-from triweave.training.processes import choose_device, lost_a_peer, meet, process_group
+from triweave.training.processes import choose_device, meet, process_group
 from triweave.training.rank_order import check_rank_order, refusing_for_all
+from triweave.training.start_ranks import lost_a_peer
 
 
 @dataclass(frozen=True, slots=True)

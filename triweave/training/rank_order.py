@@ -44,7 +44,7 @@ def check_rank_order(meeting: Store | None, process: Process, resolved: Resolved
 
 
 @contextmanager
-def refusing_for_all(process: Process | None) -> Iterator[None]:
+def refusing_for_all(process: Process) -> Iterator[None]:
     """Where rank 0 fails in the block, before it has met the others, let them know: they wait for it.
 
     Their launcher asks them to end, which they take for a stop of the whole run, and wait for rank 0 to stop with:
@@ -54,7 +54,7 @@ def refusing_for_all(process: Process | None) -> Iterator[None]:
     try:
         yield
     except TriweaveError as error:
-        if process is not None and process.store_port is None and not process.rank_0_keeps_store:
+        if process.store_port is None and not process.rank_0_keeps_store:
             with suppress(RunFailed):
                 if (store := meet(process, GRACE_S)) is not None:
                     refuse(store, WHAT, str(error))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from triweave.checkpoint.agreement import from_first
-from triweave.checkpoint.kept import damage, found
+from triweave.checkpoint.damaged import damage
+from triweave.checkpoint.kept import found
 from triweave.checkpoint.owner import Owner, writer_of
 from triweave.checkpoint.places import locate
 from triweave.checkpoint.store import Store

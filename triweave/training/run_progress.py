@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from triweave import __version__
 from triweave.checkpoint.places import locate
@@ -15,6 +13,12 @@ from triweave.errors import InputError, Problem
 
 PROGRESS_FILE = "progress.json"
 _LIMIT_BYTES = 2**20
+
+
+def _torch_version() -> str:
+    import torch  # here, and not above: who only reads how far a run is does without it
+
+    return torch.__version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class RunProgress:
     updates: int | None = None
     """Updates that Adam has counted; fewer than `step` where some were left out. Filled in by the save."""
     triweave: str = __version__
-    torch: str = torch.__version__
+    torch: str = field(default_factory=_torch_version)
 
 
 def read_progress(checkpoint: str | Path) -> RunProgress:

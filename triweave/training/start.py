@@ -1,6 +1,7 @@
 """From a run file to ranks at work: what `train`, `verify` and `demo` share.
 
-Everything that can be wrong with a run is found before torch is imported, let alone a process group made.
+Everything that can be wrong with a run is found before torch is imported, let alone a process group made. Who starts
+the ranks of a host leaves the import of torch to the server that forks them; it begins while the data is prepared.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +22,10 @@ from triweave.config.validate import ResolvedRun, validate
 from triweave.errors import InputError, Problem
 from triweave.host_room import host_room
 from triweave.recovery.stop import StopRequest
-from triweave.training.import_torch import import_torch
+from triweave.training.import_torch import import_torch, require_torch
 from triweave.training.process import Process, let_segments_grow, started_by_launcher
+from triweave.training.rank_server import server_started
+from triweave.training.start_ranks import run_as_rank, run_ranks
 
 if TYPE_CHECKING:
     from triweave.data.cache import PreparedData
@@ -92,31 +95,42 @@ def start(
 
         check_offload(resolved, launched or Process(local_world_size=world_size), host_room())
 
-    if run.runtime.device == "cuda":
-        # The one thing that only torch can tell; asked before the work on the data.
-        import_torch()
-        from triweave.training.processes import choose_device
+    starts_ranks = launched is None and world_size > 1
+    if starts_ranks:
+        require_torch()
+    with server_started() if starts_ranks else nullcontext():
+        if run.runtime.device == "cuda":
+            # The one thing that only torch can tell; asked before the work on the data.
+            import_torch()
+            from triweave.training.processes import choose_device
 
-        choose_device(run.runtime, launched or Process(local_world_size=world_size))
+            choose_device(run.runtime, launched or Process(local_world_size=world_size))
 
-    from triweave.data.cache import prepare
+        from triweave.data.cache import prepare
 
-    with _progress(speaks=launched is None or launched.local_rank == 0) as progress:
-        prepared = prepare(resolved.run, resolved.spec.vocab_size, progress)
+        with _progress(speaks=launched is None or launched.local_rank == 0) as progress:
+            prepared = prepare(resolved.run, resolved.spec.vocab_size, progress)
 
-    import_torch()
-    from triweave.training.processes import run_as_rank, run_ranks
-    from triweave.training.rank_order import refusing_for_all
-
-    todo = job()
-    if launched is None or launched.rank == 0:
-        with refusing_for_all(launched):
-            todo.before(resolved, prepared)
+        if not starts_ranks:
+            import_torch()
+        todo = job()
+        if launched is None or launched.rank == 0:
+            with _refusing_for_all(launched):
+                todo.before(resolved, prepared)
     rank = functools.partial(todo.rank, resolved, prepared)
     if launched is None:
         heard = functools.partial(todo.heard, resolved)
         return run_ranks(world_size, rank, stop=stop, started_at=begun, heard=heard)
     return run_as_rank(launched if stop is None else replace(launched, stop=stop), rank)
+
+
+def _refusing_for_all(launched: Process | None) -> AbstractContextManager[None]:
+    """`refusing_for_all`, imported where there is a launcher: the ranks that this process starts are not there yet."""
+    if launched is None:
+        return nullcontext()
+    from triweave.training.rank_order import refusing_for_all
+
+    return refusing_for_all(launched)
 
 
 def check_one_host(resolved: ResolvedRun) -> None:
