@@ -52,16 +52,6 @@ if __name__ == "__main__":
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 RAISES = "raise ValueError('nobody thought of this')"
 
-# Found by every Python that starts; the server would come to its imports after the test is over.
-SLOW_SERVER = """\
-import pathlib
-import sys
-import time
-
-if any("multiprocessing.forkserver" in word for word in sys.orig_argv):
-    pathlib.Path("server").touch()
-    time.sleep(600)
-"""
 NO_TORCH = """\
 import sys
 
@@ -141,20 +131,6 @@ def test_interrupt_while_ranks_start(source: Path, tmp_path: Path) -> None:
         code, log, error = running.end()
     assert (code, log) == (130, "")
     assert "Traceback" not in error
-
-
-def test_refusal_does_not_wait_for_the_server_of_ranks(source: Path, tmp_path: Path) -> None:
-    """The server imports while the data is prepared; where the data is refused it ends, however long it would take."""
-    folder = linked_workspace(source, tmp_path / "here")
-    (folder / "empty.jsonl").touch()
-    (folder / "sitecustomize.py").write_text(SLOW_SERVER)
-    path = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
-    words = ("-m", "triweave", "train", "run.yaml", "--data.train=empty.jsonl")
-    with Running(*words, cwd=folder, PYTHONPATH=path) as running:
-        assert running.all_gone()
-        code, _, error = running.end()
-    assert (code, errors(error)) == (2, ["error: data.train: holds no records"])
-    assert (folder / "server").exists()
 
 
 def test_missing_torch_is_told_before_ranks_are_started(source: Path, tmp_path: Path) -> None:

@@ -54,11 +54,9 @@ def slot_bytes(s: Sizes, num_layers: int, split: bool, expandable: bool) -> int:
     slot = _Slot(CachingAllocator(_BOUNDLESS, expandable))
     for layer in range(num_layers):
         slot.run(block.forward.steps, layer)
+    later = _made_later(s) if split else {}
     # The last step frees what the layer before reads.
-    backward = block.backward.steps[:-1]
-    if split:
-        later = _made_later(s)
-        backward = [step for step in backward if step[0] not in later]
+    backward = [step for step in block.backward.steps[:-1] if step[0] not in later]
     put_off = _put_off(backward, s) if split else frozenset()
     for layer in reversed(range(num_layers)):
         slot.run(backward, layer, put_off)
@@ -66,9 +64,8 @@ def slot_bytes(s: Sizes, num_layers: int, split: bool, expandable: bool) -> int:
             slot.free(layer, "output")
             if not (split and _reads_gradients_as_they_are(s)):
                 slot.free(layer + 1, "gradient")
-    if split:
-        # All that waits for the first weight half is there.
-        slot.run([(name, size) for name, size in later.items() if size], num_layers)
+    # As the first weight half begins, all that waits for the others is there.
+    slot.run([(name, size) for name, size in later.items() if size], num_layers)
     return slot.allocator.peak_reserved
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
-from typing import Any
 
 from triweave.recovery.stop import STOP_SIGNALS
 
@@ -52,33 +51,9 @@ def start_server(preload: Sequence[str] = PRELOAD) -> ForkServerContext:
     return context
 
 
-@contextmanager
-def server_started() -> Iterator[None]:
-    """Let the server import while the block runs; an error in the block ends it, which would first import to the end.
-
-    Nobody has asked it for a process yet.
-    """
-    try:
-        start_server()
-        yield
-    except BaseException:
-        with asking_put_off():
-            _end_server()
-        raise
-
-
 def end_with_parent() -> None:
     """Wait for the end of the process that started this one, however it comes, and end this one with it."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _end_server() -> None:
-    """End the server of this process at once; it blocks every other signal, and has nothing to tidy up."""
-    # CPython offers no name for it but this one, of its own tests (3.11 to 3.14).
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGKILL)
-        server._stop()

@@ -1,7 +1,6 @@
 """From a run file to ranks at work: what `train`, `verify` and `demo` share.
 
-Everything that can be wrong with a run is found before torch is imported, let alone a process group made. Who starts
-the ranks of a host leaves the import of torch to the server that forks them; it begins while the data is prepared.
+Everything that can be wrong with a run is found before torch is imported, let alone a process group made.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from triweave.host_room import host_room
 from triweave.recovery.stop import StopRequest
 from triweave.training.import_torch import import_torch, require_torch
 from triweave.training.process import Process, let_segments_grow, started_by_launcher
-from triweave.training.rank_server import server_started
 from triweave.training.start_ranks import run_as_rank, run_ranks
 
 if TYPE_CHECKING:
@@ -95,28 +93,27 @@ def start(
 
         check_offload(resolved, launched or Process(local_world_size=world_size), host_room())
 
-    starts_ranks = launched is None and world_size > 1
-    if starts_ranks:
+    if run.runtime.device == "cuda":
+        # The one thing that only torch can tell; asked before the work on the data.
+        import_torch()
+        from triweave.training.processes import choose_device
+
+        choose_device(run.runtime, launched or Process(local_world_size=world_size))
+
+    from triweave.data.cache import prepare
+
+    with _progress(speaks=launched is None or launched.local_rank == 0) as progress:
+        prepared = prepare(resolved.run, resolved.spec.vocab_size, progress)
+
+    if launched is None and world_size > 1:
+        # The server that forks them imports it.
         require_torch()
-    with server_started() if starts_ranks else nullcontext():
-        if run.runtime.device == "cuda":
-            # The one thing that only torch can tell; asked before the work on the data.
-            import_torch()
-            from triweave.training.processes import choose_device
-
-            choose_device(run.runtime, launched or Process(local_world_size=world_size))
-
-        from triweave.data.cache import prepare
-
-        with _progress(speaks=launched is None or launched.local_rank == 0) as progress:
-            prepared = prepare(resolved.run, resolved.spec.vocab_size, progress)
-
-        if not starts_ranks:
-            import_torch()
-        todo = job()
-        if launched is None or launched.rank == 0:
-            with _refusing_for_all(launched):
-                todo.before(resolved, prepared)
+    else:
+        import_torch()
+    todo = job()
+    if launched is None or launched.rank == 0:
+        with _refusing_for_all(launched):
+            todo.before(resolved, prepared)
     rank = functools.partial(todo.rank, resolved, prepared)
     if launched is None:
         heard = functools.partial(todo.heard, resolved)
