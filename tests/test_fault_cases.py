@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from triweave.checkpoint import kept
+from triweave.checkpoint import damaged
 
 BENCH = Path(__file__).parent.parent / "bench"
 
@@ -26,7 +26,7 @@ def test_campaign_sees_a_hash_that_is_not_compared(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(str(BENCH))
     damage = importlib.import_module("fault_cases.damage")
     checkpoints = importlib.import_module("fault_cases.small_checkpoints")
-    monkeypatch.setattr(kept, "check_file", lambda *_, **__: None)
+    monkeypatch.setattr(damaged, "check_file", lambda *_, **__: None)
     where, engine = tmp_path / "checkpoints", damage.small_engine(tmp_path / "model")
     for step in (1, 2):
         checkpoints.set_state(engine, step)
