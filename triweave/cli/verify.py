@@ -40,7 +40,7 @@ def verify(
 
         return Job(functools.partial(verify_rank, json), write_references)
 
-    return start(run_file, overrides, nproc, job, adjust=small_batch)
+    return start(run_file, overrides, nproc, job, adjust=small_batch, works_before=True)
 
 
 def small_batch(run: Run, dp: int) -> Run:

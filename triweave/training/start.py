@@ -23,6 +23,7 @@ from triweave.host_room import host_room
 from triweave.recovery.stop import StopRequest
 from triweave.training.import_torch import import_torch, require_torch
 from triweave.training.process import Process, let_segments_grow, started_by_launcher
+from triweave.training.rank_server import start_server
 from triweave.training.start_ranks import run_as_rank, run_ranks
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def start(
     job: Callable[[], Job],
     adjust: Callable[[Run, int], Run] = lambda run, dp: run,
     stop: StopRequest | None = None,
+    *,
+    works_before: bool = False,
 ) -> int:
     """Check a run, prepare its data, and do a job on every rank; returns the exit code.
 
@@ -67,6 +70,8 @@ def start(
         job: imports and gives the job, once the run is in order.
         adjust: changes the run, told its data-parallel size, before it is checked for good.
         stop: what this process was asked; None where the job does not listen to stop signals.
+        works_before: whether what the job does before the ranks meet takes long: their server imports beside it. A job
+            that refuses then keeps who reads its output waiting until the server has imported.
 
     Raises:
         InputError: something is wrong with the run, or the ranks cannot be started here.
@@ -108,6 +113,8 @@ def start(
     if launched is None and world_size > 1:
         # The server that forks them imports it.
         require_torch()
+        if works_before:
+            start_server()
     else:
         import_torch()
     todo = job()
