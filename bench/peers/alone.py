@@ -6,38 +6,18 @@ of their usual size to work on: an H200 at its power limit is faster on zeros an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, Store
 
 from triweave.dryrun.lone_rank import Done, LoneGroup
-
-BACKEND = "alone"
-
-
-@contextmanager
-def alone_in(world_size: int) -> Iterator[None]:
-    """Be the first of `world_size` ranks inside."""
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu", "cuda"])
-    dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _make_group(store: Store, rank: int, size: int, timeout: timedelta) -> NamedGroup:
-    return NamedGroup(rank, size)
 
 
 class NamedGroup(LoneGroup):
     """A lone group with a name, and with the collectives that functional ones and those of torch's meshes call."""
+
+    backend = "alone"
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from alone import alone_in
+from alone import NamedGroup
 from workload import TIMED, WARM_UP, Case
+
+from triweave.dryrun.lone_rank import lone_rank
 
 GIB = 2**30
 
@@ -53,7 +55,7 @@ def wait() -> None:
 def world(case: Case) -> Iterator[None]:
     """The default process group, for all cases of this process, which are on grids as large as the first's."""
     if case.is_alone:
-        with alone_in(case.world_size):
+        with lone_rank(0, case.world_size, NamedGroup):
             yield
         return
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

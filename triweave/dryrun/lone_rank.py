@@ -11,33 +11,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
-BACKEND = "lone"
-
 LAUNCH_QUEUE = 1024
 """Kernels that CUDA lets the host launch ahead of the GPU before a launch blocks."""
 
 
 @contextmanager
-def lone_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Be rank `rank` of `world_size` inside: every group that is made inside is without its other members."""
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu", "cuda"])
-    dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world_size)
+def lone_rank(rank: int, world_size: int, kind: type[LoneGroup] | None = None) -> Iterator[None]:
+    """Be rank `rank` of `world_size` inside: every group that is made inside is without its other members.
+
+    Args:
+        rank: of this process.
+        world_size: ranks of the grid.
+        kind: what the groups are; None is `LoneGroup`.
+    """
+    kind = kind or LoneGroup
+    if not hasattr(dist.Backend, kind.backend.upper()):
+        dist.Backend.register_backend(kind.backend, partial(_make_group, kind), devices=["cpu", "cuda"])
+    dist.init_process_group(kind.backend, store=HashStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def _make_group(store: Store, rank: int, size: int, timeout: timedelta) -> LoneGroup:
-    return LoneGroup(rank, size)
+def _make_group(kind: type[LoneGroup], store: Store, rank: int, size: int, timeout: timedelta) -> LoneGroup:
+    return kind(rank, size)
 
 
 class Done(dist.Work):
@@ -67,6 +73,9 @@ class Sent(Done):
 class LoneGroup(dist.ProcessGroup):
     """A group of which only this rank is there. Tensors are contiguous, as NCCL wants them."""
 
+    backend: ClassVar[str] = "lone"
+    """What `torch.distributed` knows groups of this kind by."""
+
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # a form that the stub lacks
         self._rank, self._size = rank, size
@@ -75,7 +84,7 @@ class LoneGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # torch's name
         """The name that `torch.distributed` shows."""
-        return BACKEND
+        return self.backend
 
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], opts: Any = None
